@@ -22,8 +22,6 @@ Everything here runs on any device of a little-endian machine and is the fallbac
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
