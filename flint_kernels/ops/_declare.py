@@ -1,0 +1,297 @@
+"""How an op of the namespace `flint` is declared: once, in Python, for every backend.
+
+`@op(schema, outputs)` turns one function into a whole operator. The function checks the arguments
+and says what comes out (`Spec`s); from it and the schema follow
+
+* `flint::name`          returns fresh, contiguous tensors;
+* `flint::name.out`      the same into the caller's buffers (never an alias in the return value);
+* the fake (meta) body   the same checks and the same `Spec`s, so that metadata cannot differ;
+* the autograd body      forward works, backward raises: the ops are for inference.
+
+A backend adds a body with `implement(name, key, body)` (see `flint_kernels/backends`). It sees
+every argument by name, after all checks, and has no check of its own to forget.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+NAMESPACE = "flint"
+VALUE_CHECKS_VARIABLE = "FLINT_KERNELS_CHECK_VALUES"
+
+# "FRAGMENT": a native library may add to the namespace in the same process.
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+Body = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One output: its shape and dtype. It is contiguous, on the device of the inputs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Declaration:
+    """What is known of one op; `REGISTRY` holds them all and the docs list it."""
+
+    name: str
+    schema: str
+    infer: Callable[..., tuple[Spec, ...]]
+    outputs: tuple[str, ...]
+    values: Callable[..., None] | None
+    parameters: dict[str, Any]  # name -> default, or inspect.Parameter.empty
+    bodies: dict[str, Body] = field(default_factory=dict)
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Every argument by name; the dispatcher leaves trailing defaults out."""
+        bound = dict(self.parameters)
+        bound.update(zip(bound, args, strict=False))
+        bound.update(kwargs)
+        return bound
+
+    @property
+    def packet(self) -> Any:
+        return getattr(getattr(torch.ops, NAMESPACE), self.name)
+
+    @property
+    def overloads(self) -> list[Any]:
+        return [self.packet.default] + ([self.packet.out] if self.outputs else [])
+
+
+REGISTRY: dict[str, Declaration] = {}
+
+
+def value_checks_enabled() -> bool:
+    """Whether values on an accelerator are read back and checked (slow; for finding a fault)."""
+    return os.environ.get(VALUE_CHECKS_VARIABLE, "0") not in ("", "0")
+
+
+def op(
+    schema: str, outputs: Sequence[str] = (), values: Callable[..., None] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare `flint::<schema>`; the decorated function checks arguments and returns `Spec`s.
+
+    `outputs` names the returned tensors, which are the out-variant's keyword arguments. `values`
+    checks what only the data shows (an id, a position); it runs on the CPU always, and elsewhere
+    when the environment variable FLINT_KERNELS_CHECK_VALUES is set.
+    """
+
+    def wrap(infer: Callable[..., Any]) -> Callable[..., Any]:
+        name = schema.split("(", 1)[0]
+        parameters = {
+            key: parameter.default for key, parameter in inspect.signature(infer).parameters.items()
+        }
+        declaration = Declaration(name, schema, infer, tuple(outputs), values, parameters)
+        REGISTRY[name] = declaration
+        _library.define(schema)
+        _register(declaration, declaration.packet.default, name, _functional_fake(declaration))
+        if outputs:
+            _library.define(_out_schema(schema, outputs))
+            _register(declaration, declaration.packet.out, f"{name}.out", _out_fake(declaration))
+        return _public(declaration)
+
+    return wrap
+
+
+def implement(name: str, key: str, body: Body) -> None:
+    """Register `body` for op `name` under dispatch key `key` ("CPU", "CUDA").
+
+    The body is called with all arguments by name and returns the outputs as the op does.
+    """
+    declaration = REGISTRY[name]
+    declaration.bodies[key] = body
+    _library.impl(name, _functional_body(declaration, body), key)
+    if declaration.outputs:
+        _library.impl(f"{name}.out", _out_body(declaration, body), key)
+
+
+def _out_schema(schema: str, outputs: Sequence[str]) -> str:
+    name, rest = schema.split("(", 1)
+    arguments = rest[: _closing_parenthesis(rest)]
+    separator = ", " if re.search(r"(^|, )\*", arguments) else ", *, "
+    tensors = ", ".join(f"Tensor({chr(ord('p') + i)}!) {out}" for i, out in enumerate(outputs))
+    # An op that returns what it was given cannot be functionalised, so the out-variant returns ().
+    return f"{name}.out({arguments}{separator}{tensors}) -> ()"
+
+
+def _closing_parenthesis(text: str) -> int:
+    depth = 0
+    for index, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth < 0:
+            return index
+    raise ValueError(f"no closing parenthesis in the schema {text!r}")
+
+
+def _device(bound: dict[str, Any]) -> torch.device:
+    return next(value.device for value in bound.values() if isinstance(value, torch.Tensor))
+
+
+def _check(declaration: Declaration, bound: dict[str, Any]) -> tuple[Spec, ...]:
+    specs = declaration.infer(**bound)
+    return specs if isinstance(specs, tuple) else (specs,) if specs is not None else ()
+
+
+def _check_values(declaration: Declaration, bound: dict[str, Any]) -> None:
+    if declaration.values is None:
+        return
+    device = _device(bound)
+    if device.type != "cpu":
+        if not value_checks_enabled():
+            return
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"flint::{declaration.name}: {VALUE_CHECKS_VARIABLE} is set, and values cannot be "
+                "read back while a CUDA graph is captured; unset it for the capture."
+            )
+    declaration.values(**bound)
+
+
+def _returned(results: tuple[torch.Tensor, ...]) -> Any:
+    return results[0] if len(results) == 1 else results if results else None
+
+
+def _functional_fake(declaration: Declaration) -> Body:
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        bound = declaration.bind(args, kwargs)
+        device = _device(bound)
+        specs = _check(declaration, bound)
+        return _returned(tuple(torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs))
+
+    return fake
+
+
+def _functional_body(declaration: Declaration, body: Body) -> Body:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = declaration.bind(args, kwargs)
+        _check(declaration, bound)
+        _check_values(declaration, bound)
+        return body(**bound)
+
+    return call
+
+
+def _split_out(
+    declaration: Declaration, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
+    outs = tuple(kwargs[name] for name in declaration.outputs)
+    rest = {key: value for key, value in kwargs.items() if key not in declaration.outputs}
+    return declaration.bind(args, rest), outs
+
+
+def _check_out(
+    declaration: Declaration, bound: dict[str, Any], outs: tuple[torch.Tensor, ...]
+) -> None:
+    device = _device(bound)
+    for name, out, spec in zip(declaration.outputs, outs, _check(declaration, bound), strict=True):
+        got = (tuple(out.shape), out.dtype, out.device)
+        want = (tuple(spec.shape), spec.dtype, device)
+        if got != want:
+            raise ValueError(
+                f"flint::{declaration.name}.out: argument '{name}': got shape {got[0]}, {got[1]} "
+                f"on {got[2]}; want shape {want[0]}, {want[1]} on {want[2]}. "
+                "Pass a buffer of exactly that form, or call the op without out=."
+            )
+
+
+def _out_fake(declaration: Declaration) -> Body:
+    def fake(*args: Any, **kwargs: Any) -> None:
+        bound, outs = _split_out(declaration, args, kwargs)
+        _check_out(declaration, bound, outs)
+
+    return fake
+
+
+def _out_body(declaration: Declaration, body: Body) -> Body:
+    def call(*args: Any, **kwargs: Any) -> None:
+        bound, outs = _split_out(declaration, args, kwargs)
+        _check_out(declaration, bound, outs)
+        _check_values(declaration, bound)
+        results = body(**bound)
+        for out, result in zip(outs, results if len(outs) > 1 else (results,), strict=True):
+            out.copy_(result)
+
+    return call
+
+
+def _register(declaration: Declaration, overload: Any, qualified: str, fake: Body) -> None:
+    torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_library)
+    _library.impl(qualified, _autograd_body(declaration, overload), "Autograd", with_keyset=True)
+
+
+class _NoBackward(torch.autograd.Function):
+    """Marks the outputs of an op as having no derivative, loudly."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, call: Callable[[], Any], *tensors: torch.Tensor) -> Any:
+        ctx.name = name
+        return call()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            f"flint::{ctx.name} has no backward: the ops are for inference. Run under "
+            "torch.inference_mode() or torch.no_grad(), or detach the inputs."
+        )
+
+
+def _autograd_body(declaration: Declaration, overload: Any) -> Body:
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        def below() -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload.redispatch(
+                    keyset & torch._C._after_autograd_keyset, *args, **kwargs
+                )
+
+        if not torch.is_grad_enabled():
+            return below()
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+        if not any(tensor.requires_grad for tensor in tensors):
+            return below()
+        if overload is not declaration.packet.default:
+            raise RuntimeError(
+                f"flint::{declaration.name}.out writes into a given buffer and has no backward, "
+                "but an input requires grad. Run under torch.no_grad(), or detach the inputs."
+            )
+        return _NoBackward.apply(declaration.name, below, *tensors)
+
+    return call
+
+
+def _public(declaration: Declaration) -> Callable[..., Any]:
+    """The Python function users call: the op, with `out=` choosing the out-variant."""
+
+    @functools.wraps(declaration.infer)
+    def call(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+        if out is None:
+            return declaration.packet.default(*args, **kwargs)
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        if len(outs) != len(declaration.outputs):
+            raise ValueError(
+                f"flint::{declaration.name}: argument 'out': got {len(outs)} tensors; want "
+                f"{len(declaration.outputs)}: {', '.join(declaration.outputs) or 'no out-variant'}."
+            )
+        declaration.packet.out(
+            *args, **kwargs, **dict(zip(declaration.outputs, outs, strict=True))
+        )
+        return out
+
+    signature = inspect.signature(declaration.infer)
+    extra = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = [*signature.parameters.values()] + ([extra] if declaration.outputs else [])
+    call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=parameters, return_annotation=inspect.Signature.empty
+    )
+    call.__annotations__ = {}
+    return call

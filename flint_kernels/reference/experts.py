@@ -1,0 +1,150 @@
+"""Router and experts: `flint_kernels/ops/experts.py` and `low_latency.py` say what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from flint_kernels.formats.nvfp4 import dequantize
+from flint_kernels.reference.numerics import matmul_rows, sigmoid
+
+# Experts expanded to fp32 at a time: bounds the scratch of a prefill that selects all of them.
+_EXPERTS_AT_A_TIME = 8
+
+# Ids of at most _EXPERTS_AT_A_TIME experts -> their weights [n, N, K].
+Expand = Callable[[list[int]], torch.Tensor]
+
+
+def router_topk(
+    logits: torch.Tensor, top_k: int, renormalize: bool, **_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # A stable sort settles ties by index; sort ranks NaN above everything, as the op promises.
+    ranked, ids = torch.sort(logits.to(torch.float32), dim=1, descending=True, stable=True)
+    scores = sigmoid(ranked[:, :top_k])
+    if renormalize:
+        scores = scores / (_sum_in_order(scores) + 1e-20)
+    weights = scores.to(logits.dtype).to(torch.float32)
+    return weights, ids[:, :top_k].to(torch.int32)
+
+
+def _sum_in_order(columns: torch.Tensor) -> torch.Tensor:
+    """[M, k] -> [M, 1], added from left to right."""
+    total = columns[:, 0:1]
+    for index in range(1, columns.shape[1]):
+        total = total + columns[:, index : index + 1]
+    return total
+
+
+def expand_nvfp4(weight: torch.Tensor, scale: torch.Tensor) -> Expand:
+    """Without the global scales, which belong to the sums."""
+
+    def expand(experts: list[int]) -> torch.Tensor:
+        chosen = torch.tensor(experts, device=weight.device)
+        return dequantize(weight[chosen], scale.view(torch.uint8)[chosen].view(scale.dtype))
+
+    return expand
+
+
+def expand_bf16(weight: torch.Tensor) -> Expand:
+    def expand(experts: list[int]) -> torch.Tensor:
+        return weight[torch.tensor(experts, device=weight.device)].to(torch.float32)
+
+    return expand
+
+
+def _selected(topk_ids: torch.Tensor) -> Iterator[tuple[list[int], list[list[int]]]]:
+    """Batches of selected experts, each with the flat indices of its entries in topk_ids."""
+    entries: dict[int, list[int]] = {}
+    for index, expert in enumerate(topk_ids.flatten().tolist()):
+        if expert >= 0:
+            entries.setdefault(expert, []).append(index)
+    experts = sorted(entries)
+    for start in range(0, len(experts), _EXPERTS_AT_A_TIME):
+        batch = experts[start : start + _EXPERTS_AT_A_TIME]
+        yield batch, [entries[expert] for expert in batch]
+
+
+def routed_gate_up(
+    x: torch.Tensor, topk_ids: torch.Tensor, expand: Expand, scale_2: torch.Tensor | None, out: int
+) -> torch.Tensor:
+    """`round(g * sigmoid(g) * u)` for every entry of topk_ids -> [M, top_k, out / 2]."""
+    top_k = topk_ids.shape[1]
+    acts = x.new_zeros(topk_ids.numel(), out // 2)
+    for experts, entries in _selected(topk_ids):
+        weights = expand(experts)
+        for weight, expert, indices in zip(weights, experts, entries, strict=True):
+            where = torch.tensor(indices, device=x.device)
+            gate, up = matmul_rows(x[where // top_k], weight).chunk(2, dim=1)
+            if scale_2 is not None:
+                gate, up = gate * scale_2[expert, 0], up * scale_2[expert, 1]
+            acts[where] = (gate * sigmoid(gate) * up).to(x.dtype)
+    return acts.reshape(x.shape[0], top_k, out // 2)
+
+
+def routed_down(
+    acts: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expand: Expand,
+    scale_2: torch.Tensor | None,
+    hidden: int,
+) -> torch.Tensor:
+    """`round(sum(weight * round(scale * sum(act * w))))` in the order of selection -> [M, H]."""
+    rows = acts.reshape(-1, acts.shape[-1])
+    outputs = acts.new_zeros(rows.shape[0], hidden, dtype=torch.float32)
+    for experts, entries in _selected(topk_ids):
+        weights = expand(experts)
+        for weight, expert, indices in zip(weights, experts, entries, strict=True):
+            where = torch.tensor(indices, device=acts.device)
+            sums = matmul_rows(rows[where], weight)
+            if scale_2 is not None:
+                sums = sums * scale_2[expert]
+            outputs[where] = sums.to(acts.dtype).to(torch.float32)
+    outputs = outputs.reshape(*topk_ids.shape, hidden)
+    # A skipped entry must not contribute, whatever its weight is: 0 * NaN would be NaN.
+    skipped = (topk_ids < 0).unsqueeze(-1)
+    parts = (outputs * topk_weights.unsqueeze(-1)).masked_fill(skipped, 0)
+    routed = acts.new_zeros(topk_ids.shape[0], hidden, dtype=torch.float32)
+    for part in parts.unbind(1):
+        routed = routed + part
+    return routed.to(acts.dtype)
+
+
+def add_shared(routed: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    if shared is None:
+        return routed
+    return (routed.to(torch.float32) + shared.to(torch.float32)).to(routed.dtype)
+
+
+def nvfp4_routed_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_scale_2: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_scale_2: torch.Tensor,
+    shared_output: torch.Tensor | None,
+    **_: object,
+) -> torch.Tensor:
+    acts = routed_gate_up(x, topk_ids, expand_nvfp4(w13, w13_scale), w13_scale_2, w13.shape[1])
+    down = expand_nvfp4(w2, w2_scale)
+    routed = routed_down(acts, topk_weights, topk_ids, down, w2_scale_2, w2.shape[1])
+    return add_shared(routed, shared_output)
+
+
+def bf16_routed_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    shared_output: torch.Tensor | None,
+    **_: object,
+) -> torch.Tensor:
+    acts = routed_gate_up(x, topk_ids, expand_bf16(w13), None, w13.shape[1])
+    routed = routed_down(acts, topk_weights, topk_ids, expand_bf16(w2), None, w2.shape[1])
+    return add_shared(routed, shared_output)
