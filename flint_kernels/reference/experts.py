@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from flint_kernels.formats.nvfp4 import dequantize
-from flint_kernels.reference.numerics import matmul_rows, sigmoid
+from flint_kernels.reference.numerics import aligned_rows, sigmoid
 
 # Experts expanded to fp32 at a time: bounds the scratch of a prefill that selects all of them.
 _EXPERTS_AT_A_TIME = 8
@@ -53,16 +53,24 @@ def expand_bf16(weight: torch.Tensor) -> Expand:
     return expand
 
 
-def _selected(topk_ids: torch.Tensor) -> Iterator[tuple[list[int], list[list[int]]]]:
-    """Batches of selected experts, each with the flat indices of its entries in topk_ids."""
-    entries: dict[int, list[int]] = {}
-    for index, expert in enumerate(topk_ids.flatten().tolist()):
-        if expert >= 0:
-            entries.setdefault(expert, []).append(index)
-    experts = sorted(entries)
+def _entry_sums(
+    rows: torch.Tensor, row_of_entry: list[int], topk_ids: torch.Tensor, expand: Expand, out: int
+) -> torch.Tensor:
+    """`rows[row_of_entry[i]] x weight of expert topk_ids[i]` for each entry i -> [entries, out].
+
+    fp32 sums without global scales; zeros for a skipped entry.
+    """
+    ids = topk_ids.flatten().tolist()
+    experts = sorted({expert for expert in ids if expert >= 0})
+    vectors = aligned_rows(rows)
+    sums = [vectors[0].new_zeros(out)] * len(ids) if vectors else []
     for start in range(0, len(experts), _EXPERTS_AT_A_TIME):
         batch = experts[start : start + _EXPERTS_AT_A_TIME]
-        yield batch, [entries[expert] for expert in batch]
+        weights = dict(zip(batch, expand(batch), strict=True))
+        for entry, expert in enumerate(ids):
+            if expert in weights:
+                sums[entry] = torch.mv(weights[expert], vectors[row_of_entry[entry]])
+    return torch.stack(sums) if sums else rows.new_zeros(0, out, dtype=torch.float32)
 
 
 def routed_gate_up(
@@ -70,15 +78,12 @@ def routed_gate_up(
 ) -> torch.Tensor:
     """`round(g * sigmoid(g) * u)` for every entry of topk_ids -> [M, top_k, out / 2]."""
     top_k = topk_ids.shape[1]
-    acts = x.new_zeros(topk_ids.numel(), out // 2)
-    for experts, entries in _selected(topk_ids):
-        weights = expand(experts)
-        for weight, expert, indices in zip(weights, experts, entries, strict=True):
-            where = torch.tensor(indices, device=x.device)
-            gate, up = matmul_rows(x[where // top_k], weight).chunk(2, dim=1)
-            if scale_2 is not None:
-                gate, up = gate * scale_2[expert, 0], up * scale_2[expert, 1]
-            acts[where] = (gate * sigmoid(gate) * up).to(x.dtype)
+    row_of_entry = [entry // top_k for entry in range(topk_ids.numel())]
+    gate, up = _entry_sums(x, row_of_entry, topk_ids, expand, out).chunk(2, dim=1)
+    if scale_2 is not None:
+        scales = scale_2[topk_ids.flatten().clamp_min(0)]
+        gate, up = gate * scales[:, 0:1], up * scales[:, 1:2]
+    acts = (gate * sigmoid(gate) * up).to(x.dtype)
     return acts.reshape(x.shape[0], top_k, out // 2)
 
 
@@ -91,17 +96,12 @@ def routed_down(
     hidden: int,
 ) -> torch.Tensor:
     """`round(sum(weight * round(scale * sum(act * w))))` in the order of selection -> [M, H]."""
-    rows = acts.reshape(-1, acts.shape[-1])
-    outputs = acts.new_zeros(rows.shape[0], hidden, dtype=torch.float32)
-    for experts, entries in _selected(topk_ids):
-        weights = expand(experts)
-        for weight, expert, indices in zip(weights, experts, entries, strict=True):
-            where = torch.tensor(indices, device=acts.device)
-            sums = matmul_rows(rows[where], weight)
-            if scale_2 is not None:
-                sums = sums * scale_2[expert]
-            outputs[where] = sums.to(acts.dtype).to(torch.float32)
-    outputs = outputs.reshape(*topk_ids.shape, hidden)
+    entries = list(range(topk_ids.numel()))
+    rows = acts.reshape(len(entries), acts.shape[-1])
+    sums = _entry_sums(rows, entries, topk_ids, expand, hidden)
+    if scale_2 is not None:
+        sums = sums * scale_2[topk_ids.flatten().clamp_min(0)].unsqueeze(1)
+    outputs = sums.to(acts.dtype).to(torch.float32).reshape(*topk_ids.shape, hidden)
     # A skipped entry must not contribute, whatever its weight is: 0 * NaN would be NaN.
     skipped = (topk_ids < 0).unsqueeze(-1)
     parts = (outputs * topk_weights.unsqueeze(-1)).masked_fill(skipped, 0)

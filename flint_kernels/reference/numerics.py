@@ -19,10 +19,17 @@ def matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     weight = weight.to(torch.float32)
     if x.dtype == torch.float32:
         return x @ weight.T
-    x = x.to(torch.float32)
-    # A fresh tensor for each row: its alignment, on which a BLAS may depend, is always the same.
-    rows = [torch.mv(weight, row.clone()) for row in x.unbind(0)]
-    return torch.stack(rows) if rows else x.new_empty(0, weight.shape[0])
+    rows = [torch.mv(weight, row) for row in aligned_rows(x)]
+    return torch.stack(rows) if rows else weight.new_empty(0, weight.shape[0])
+
+
+def aligned_rows(x: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of x [M, K] in fp32, each on a 64-byte boundary.
+
+    A BLAS may sum in another order at another alignment, so each row always has the same one.
+    """
+    rows = list(x.to(torch.float32, memory_format=torch.contiguous_format).unbind(0))
+    return rows if x.shape[1] % 16 == 0 else [row.clone() for row in rows]
 
 
 def exp_rows(x: torch.Tensor) -> torch.Tensor:
