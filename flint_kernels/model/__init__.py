@@ -1,0 +1,19 @@
+"""The `Flint` module: configuration, paged KV cache and the layers that compose the ops."""
+
+from flint_kernels.model.batch import Batch, DecodeBatch, PrefillBatch
+from flint_kernels.model.cache import LayerCache, OutOfPages, PagedKVCache
+from flint_kernels.model.config import FlintConfig
+from flint_kernels.model.flint import Flint
+from flint_kernels.model.rope import cos_sin_table
+
+__all__ = [
+    "Batch",
+    "DecodeBatch",
+    "Flint",
+    "FlintConfig",
+    "LayerCache",
+    "OutOfPages",
+    "PagedKVCache",
+    "PrefillBatch",
+    "cos_sin_table",
+]

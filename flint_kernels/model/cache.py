@@ -1,0 +1,349 @@
+"""The paged KV cache: pages, requests, and the plan of a step.
+
+Full layers share one pool of pages, taken by a request as it grows. A window layer's query sees the
+last `window` tokens and no more, so a request holds R = ceil((window - 1) / page_size) + 1 pages
+there from start to end, used as a ring. R is enough: the window before and with a new token touches
+at most R pages, and the page that the token overwrites lies wholly before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flint_kernels.model.batch import DecodeBatch, PrefillBatch
+from flint_kernels.model.config import FlintConfig
+from flint_kernels.ops import make_workspace
+
+# Every field of a plan starts on 16 bytes of the one buffer that is sent to the device.
+_ALIGN = 4
+
+
+class LayerCache(NamedTuple):
+    """K and V of a layer: [pages, page_size, Hkv, D] views of [pages, Hkv, page_size, D] tensors,
+    so that the rows of a head in a page lie together."""
+
+    k: Tensor
+    v: Tensor
+
+
+class OutOfPages(RuntimeError):
+    """The pool has fewer free pages than a step needs; nothing was changed."""
+
+
+class PagedKVCache:
+    """K and V of every layer for up to `max_requests` requests at a time.
+
+    A request is a number from `add()` until `release()`. Each step, `plan()` reserves pages for the
+    new tokens and says where everything lies; the model then writes there. Numbers of pages and
+    lengths live on the host: planning never waits for the device.
+
+    Args:
+        config: the model's shape.
+        max_requests: requests that may live at once.
+        tokens: what the full layers' pool holds, shared by all requests, in whole pages; None:
+            every request may grow to max_positions.
+        page_size: tokens a page: 16, or another multiple of 16 up to 128.
+        max_positions: the longest request; None: the config's max_position_embeddings.
+        dtype: the model's compute dtype, bfloat16 or float32.
+        device: the model's; "meta" allocates nothing, for `bytes()`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        config: FlintConfig,
+        *,
+        max_requests: int = 1,
+        tokens: int | None = None,
+        page_size: int = 16,
+        max_positions: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if page_size % 16 != 0 or not 16 <= page_size <= 128:
+            raise _error("page_size", page_size, "a multiple of 16 from 16 to 128")
+        if max_requests < 1:
+            raise _error("max_requests", max_requests, "1 or more")
+        if max_positions is None:
+            max_positions = config.max_position_embeddings
+        if max_positions < 1:
+            raise _error("max_positions", max_positions, "1 or more")
+        self.width = -(-max_positions // page_size)
+        if tokens is None:
+            tokens = max_requests * self.width * page_size
+        if tokens < 0:
+            raise _error("tokens", tokens, "0 or more")
+        self.max_requests = max_requests
+        self.max_positions = max_positions
+        self.page_size = page_size
+        self.device = torch.get_default_device() if device is None else torch.device(device)
+
+        windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
+        self.window = max(windows)  # one number: the config has one sliding_window
+        full = 0 in windows
+        self.pages = -(-tokens // page_size) if full else 0
+        self.ring_pages = (
+            min(-(-(self.window - 1) // page_size) + 1, self.width) if self.window else 0
+        )
+        if max(self.pages, max_requests * self.ring_pages) * page_size >= 1 << 31:
+            raise _error("tokens", tokens, "fewer than 2**31 in all: slots are int32")
+        self._full = full
+
+        ring = max_requests * self.ring_pages
+        self.layers = tuple(
+            self._layer_cache(config, ring if window else self.pages, dtype) for window in windows
+        )
+        self.block_table = torch.zeros(
+            max_requests, self.width, dtype=torch.int32, device=self.device
+        )
+        self.window_block_table = self._ring_table()
+        self._no_slots = torch.empty(0, dtype=torch.int32, device=self.device)
+        self.workspace = None if self.device.type == "cpu" else make_workspace(self.device)
+
+        self._free_requests = list(range(max_requests - 1, -1, -1))
+        self._free_pages = list(range(self.pages - 1, -1, -1))
+        self._lengths: dict[int, int] = {}  # of live requests
+        self._pages: dict[int, list[int]] = {}
+
+    def _layer_cache(self, config: FlintConfig, pages: int, dtype: torch.dtype) -> LayerCache:
+        shape = (pages, config.num_key_value_heads, self.page_size, config.head_dim)
+        k, v = (
+            torch.zeros(shape, dtype=dtype, device=self.device).permute(0, 2, 1, 3)
+            for _ in range(2)
+        )
+        return LayerCache(k, v)
+
+    def _ring_table(self) -> Tensor:
+        """[max_requests, width]: request r's entry j is r * R + j mod R, which never changes."""
+        entries = torch.arange(self.width, dtype=torch.int32, device=self.device)
+        first = torch.arange(self.max_requests, dtype=torch.int32, device=self.device)
+        ring = max(self.ring_pages, 1)
+        return first[:, None] * ring + entries % ring
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the full layers' pool that no request holds."""
+        return len(self._free_pages)
+
+    @property
+    def free_requests(self) -> int:
+        """How many more requests may be added."""
+        return len(self._free_requests)
+
+    @property
+    def requests(self) -> list[int]:
+        """The live requests, in the order of their numbers."""
+        return sorted(self._lengths)
+
+    def bytes(self) -> int:
+        """Bytes of all tensors on the device: K and V of every layer, tables and workspace."""
+        tensors = [self.block_table, self.window_block_table]
+        tensors += [tensor for layer in self.layers for tensor in layer]
+        tensors += [] if self.workspace is None else [self.workspace]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def pages_for(self, length: int) -> int:
+        """Pages of the pool that a request of `length` tokens holds."""
+        return -(-length // self.page_size) if self._full else 0
+
+    def length(self, request: int) -> int:
+        """Tokens of a live request that are cached, those of the last plan among them."""
+        self._check_live(request)
+        return self._lengths[request]
+
+    def page_ids(self, request: int) -> tuple[int, ...]:
+        """The pages of the pool that a live request holds, in the order of its tokens."""
+        self._check_live(request)
+        return tuple(self._pages[request])
+
+    def add(self) -> int:
+        """A new, empty request; its number is free again after `release`.
+
+        Raises:
+            RuntimeError: max_requests requests are live.
+        """
+        if not self._free_requests:
+            raise RuntimeError(
+                f"max_requests: got one more than {self.max_requests} live requests; want at most "
+                f"{self.max_requests}. Release one, or make the cache with a larger max_requests."
+            )
+        request = self._free_requests.pop()
+        self._lengths[request] = 0
+        self._pages[request] = []
+        return request
+
+    def release(self, request: int) -> None:
+        """Ends a live request; its pages may be given to others at once."""
+        self._check_live(request)
+        self._free_pages.extend(reversed(self._pages.pop(request)))
+        del self._lengths[request]
+        self._free_requests.append(request)
+
+    def plan_decode(self, requests: Sequence[int]) -> DecodeBatch:
+        """Reserves one token for each of `requests` and plans the step.
+
+        The batch is valid until the next plan, add or release: its tables may be views.
+
+        Raises:
+            ValueError: a request is not live, is named twice, or would exceed max_positions.
+            OutOfPages: the pool is too small. In every case nothing has changed.
+        """
+        positions = [self._lengths.get(request, -1) for request in requests]
+        self._reserve(requests, [1] * len(requests))
+        page_size, ring = self.page_size, self.ring_pages
+        slots, window_slots = [], []
+        for request, position in zip(requests, positions, strict=True):
+            page, offset = divmod(position, page_size)
+            slots.append(self._pages[request][page] * page_size + offset if self._full else -1)
+            window_slots.append(
+                (request * ring + page % ring) * page_size + offset if ring else -1
+            )
+        seq_lens = [position + 1 for position in positions]
+        fields = self._send(positions, slots, window_slots, seq_lens)
+        table, window_table = self._tables(requests)
+        return DecodeBatch(fields[0], fields[1], fields[2], table, window_table, fields[3])
+
+    def plan(
+        self,
+        requests: Sequence[int],
+        counts: Sequence[int],
+        wants_logits: Sequence[bool] | None = None,
+    ) -> PrefillBatch:
+        """Reserves `counts[i]` new tokens for `requests[i]` and plans the step.
+
+        The batch is valid until the next plan, add or release: its tables may be views.
+
+        Args:
+            requests: live requests, none twice; their rows follow one another in this order.
+            counts: new tokens of each, 1 or more.
+            wants_logits: whether `Flint.forward` is to give a request's logits; None: all.
+
+        Raises:
+            ValueError: a request is not live, is named twice, or would exceed max_positions.
+            OutOfPages: the pool is too small. In every case nothing has changed.
+        """
+        contexts = [self._lengths.get(request, 0) for request in requests]
+        self._reserve(requests, counts)
+        ends = [context + count for context, count in zip(contexts, counts, strict=True)]
+        positions, slots, window_slots = [], [], []
+        cu_seqlens = [0]
+        for request, context, end in zip(requests, contexts, ends, strict=True):
+            rows = torch.arange(context, end)
+            page = rows // self.page_size
+            offset = rows - page * self.page_size
+            positions.append(rows)
+            slots.append(self._slots(request, page, offset))
+            window_slots.append(self._window_slots(request, page, offset, rows, end))
+            cu_seqlens.append(cu_seqlens[-1] + end - context)
+        wanted = [True] * len(requests) if wants_logits is None else wants_logits
+        last_rows = [
+            row - 1 for row, want in zip(cu_seqlens[1:], wanted, strict=True) if want
+        ]
+        fields = self._send(
+            _join(positions), _join(slots), _join(window_slots), ends, contexts, cu_seqlens,
+            last_rows,
+        )
+        longest = max(counts, default=1)
+        return PrefillBatch(
+            *fields[:3],
+            *self._tables(requests),
+            *fields[3:],
+            self._no_slots,
+            # A power of two: a compiled module is specialised on it, and few values recompile.
+            max_query_len=1 << (longest - 1).bit_length(),
+        )
+
+    def _slots(self, request: int, page: Tensor, offset: Tensor) -> Tensor:
+        if not self._full:
+            return torch.full_like(page, -1)
+        first = int(page[0])
+        pages = torch.tensor(self._pages[request][first:])
+        return pages[page - first] * self.page_size + offset
+
+    def _window_slots(
+        self, request: int, page: Tensor, offset: Tensor, rows: Tensor, end: int
+    ) -> Tensor:
+        """Slots of the rows that the token at `end` will see; no two rows share one."""
+        if not self.ring_pages:
+            return torch.full_like(page, -1)
+        ring = (request * self.ring_pages + page % self.ring_pages) * self.page_size + offset
+        return torch.where(rows > end - self.window, ring, -1)
+
+    def _reserve(self, requests: Sequence[int], counts: Sequence[int]) -> None:
+        """Checks everything, then takes the pages and grows the requests."""
+        if len(requests) != len(counts):
+            raise _error("counts", f"{len(counts)} numbers", f"{len(requests)}, one a request")
+        if len(set(requests)) != len(requests):
+            raise _error("requests", list(requests), "no request twice")
+        needed = 0
+        for request, count in zip(requests, counts, strict=True):
+            self._check_live(request)
+            if count < 1:
+                raise _error("counts", f"{count} for request {request}", "1 or more")
+            length = self._lengths[request] + count
+            if length > self.max_positions:
+                raise _error(
+                    "counts",
+                    f"{count} tokens more for request {request}, {length} in all",
+                    f"at most {self.max_positions} (max_positions)",
+                )
+            needed += self.pages_for(length) - len(self._pages[request])
+        if needed > len(self._free_pages):
+            raise OutOfPages(
+                f"tokens: got a pool with {len(self._free_pages)} free pages of {self.pages}; want "
+                f"{needed} for this step ({self.page_size} tokens a page). Release requests, wait "
+                "with some of these, or make the cache with more tokens."
+            )
+        for request, count in zip(requests, counts, strict=True):
+            self._lengths[request] += count
+            self._grow(request)
+
+    def _grow(self, request: int) -> None:
+        pages = self._pages[request]
+        missing = self.pages_for(self._lengths[request]) - len(pages)
+        if missing <= 0:
+            return
+        start = len(pages)
+        pages.extend(self._free_pages.pop() for _ in range(missing))
+        row = torch.tensor(pages[start:], dtype=torch.int32)
+        self.block_table[request, start : len(pages)].copy_(row, non_blocking=True)
+
+    def _check_live(self, request: int) -> None:
+        if request not in self._lengths:
+            raise _error("requests", request, f"a live request, one of {self.requests}")
+
+    def _tables(self, requests: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The rows of both tables; a view where the requests are 0, 1, 2 ... in order."""
+        count = len(requests)
+        if list(requests) == list(range(count)):
+            return self.block_table[:count], self.window_block_table[:count]
+        rows = torch.tensor(requests, dtype=torch.int64).to(self.device, non_blocking=True)
+        return self.block_table[rows], self.window_block_table[rows]
+
+    def _send(self, *fields: Sequence[int] | Tensor) -> list[Tensor]:
+        """int32 copies of `fields` on the device, sent in one transfer."""
+        if self.device.type == "cpu":
+            return [torch.as_tensor(field, dtype=torch.int32) for field in fields]
+        sizes = [len(field) for field in fields]
+        padded = [-(-size // _ALIGN) * _ALIGN for size in sizes]
+        host = torch.zeros(
+            sum(padded), dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        )
+        for target, field, size in zip(host.split(padded), fields, sizes, strict=True):
+            target[:size] = torch.as_tensor(field, dtype=torch.int32)
+        sent = host.to(self.device, non_blocking=True)
+        return [part[:size] for part, size in zip(sent.split(padded), sizes, strict=True)]
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _error(argument: str, got: object, want: str) -> ValueError:
+    return ValueError(f"{argument}: got {got}; want {want}.")

@@ -1,0 +1,158 @@
+"""Projections that hold NVFP4 or BF16 weights and call the ops made for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flint_kernels.model import calls
+
+WEIGHT_FORMATS = ("nvfp4", "bf16")
+
+
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device | None) -> nn.Parameter:
+    """An uninitialised tensor as a parameter: inference only, so packed types are allowed."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class FormatModule(nn.Module):
+    """A module whose dtypes belong to the checkpoint's format: casts leave them, devices move.
+
+    `.half()`, `.float()` and `.to(dtype)` would otherwise turn E4M3 scales or the RoPE table into
+    something that looks alike and computes nonsense.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(_keeping_dtypes(fn), recurse)
+
+
+class _KeepDtypes:
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.fn = fn
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        probe = self.fn(tensor.new_empty(0))
+        return self.fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+
+
+def _keeping_dtypes(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return fn if isinstance(fn, _KeepDtypes) else _KeepDtypes(fn)
+
+
+class Weight(FormatModule):
+    """One tensor named `weight`: a norm, the embedding, the router."""
+
+    weight: nn.Parameter
+
+    def __init__(self, *shape: int, device: torch.device | None) -> None:
+        super().__init__()
+        self.weight = parameter(*shape, dtype=torch.bfloat16, device=device)
+
+
+class Linear(FormatModule):
+    """Rows of one or more projections, one under the other, that share their input.
+
+    x is [M, K] in BF16 (or FP32, the oracle's mode); the methods are the ops of one format.
+    """
+
+    def __init__(self, in_features: int, shards: Sequence[int]) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.shards = list(shards)
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.shards)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, shards={self.shards}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M, N] in the dtype of x."""
+        raise NotImplementedError
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """For gate | up rows: [M, N / 2] in the dtype of x."""
+        raise NotImplementedError
+
+    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor | None) -> Tensor:
+        """For q | k | v rows: q [M, Hq, D]; `arguments` are the op's, from q_weight to eps."""
+        raise NotImplementedError
+
+    def logits(self, x: Tensor) -> Tensor:
+        """For the head: [M, N] fp32."""
+        raise NotImplementedError
+
+
+class NVFP4Linear(Linear):
+    """ModelOpt's three tensors.
+
+    `weight` [N, K/2] uint8; `weight_scale` [N, K/16] float8_e4m3fn; `weight_scale_2` [shards] fp32.
+    """
+
+    def __init__(self, in_features: int, shards: Sequence[int], device: torch.device | None) -> None:
+        super().__init__(in_features, shards)
+        check_nvfp4_width("in_features", in_features)
+        rows = self.out_features
+        self.weight = parameter(rows, in_features // 2, dtype=torch.uint8, device=device)
+        self.weight_scale = parameter(
+            rows, in_features // 16, dtype=torch.float8_e4m3fn, device=device
+        )
+        self.weight_scale_2 = parameter(len(self.shards), dtype=torch.float32, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return calls.nvfp4_linear(
+            x, self.weight, self.weight_scale, self.weight_scale_2, self.shards
+        )
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return calls.nvfp4_linear_silu_and_mul(
+            x, self.weight, self.weight_scale, self.weight_scale_2
+        )
+
+    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor | None) -> Tensor:
+        return calls.nvfp4_qkv_norm_rope_kv_write(
+            x, self.weight, self.weight_scale, self.weight_scale_2, *arguments, workspace=workspace
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        return calls.nvfp4_lm_head(x, self.weight, self.weight_scale, self.weight_scale_2)
+
+
+class BF16Linear(Linear):
+    """`weight` [N, K] bfloat16."""
+
+    def __init__(self, in_features: int, shards: Sequence[int], device: torch.device | None) -> None:
+        super().__init__(in_features, shards)
+        self.weight = parameter(
+            self.out_features, in_features, dtype=torch.bfloat16, device=device
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return calls.bf16_linear(x, self.weight)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return calls.bf16_linear_silu_and_mul(x, self.weight)
+
+    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor | None) -> Tensor:
+        return calls.bf16_qkv_norm_rope_kv_write(x, self.weight, *arguments, workspace=workspace)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return calls.bf16_lm_head(x, self.weight)
+
+
+def make_linear(
+    weight_format: str, in_features: int, shards: Sequence[int], device: torch.device | None
+) -> Linear:
+    return (NVFP4Linear if weight_format == "nvfp4" else BF16Linear)(in_features, shards, device)
+
+
+def check_nvfp4_width(name: str, width: int) -> None:
+    if width % 16 != 0:
+        raise ValueError(
+            f"{name}: got {width}; want a multiple of 16, since NVFP4 has one scale for 16 "
+            "weights of a row. Use weight_format='bf16' for this config."
+        )
