@@ -1,7 +1,7 @@
 """The `Flint` module: configuration, paged KV cache and the layers that compose the ops."""
 
 from flint_kernels.model.batch import Batch, DecodeBatch, PrefillBatch
-from flint_kernels.model.cache import LayerCache, OutOfPages, PagedKVCache
+from flint_kernels.model.cache import LayerCache, OutOfPagesError, PagedKVCache
 from flint_kernels.model.config import FlintConfig
 from flint_kernels.model.flint import Flint
 from flint_kernels.model.rope import cos_sin_table
@@ -12,7 +12,7 @@ __all__ = [
     "Flint",
     "FlintConfig",
     "LayerCache",
-    "OutOfPages",
+    "OutOfPagesError",
     "PagedKVCache",
     "PrefillBatch",
     "cos_sin_table",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flint_kernels.model import calls
 from flint_kernels.model.batch import DecodeBatch, PrefillBatch
-from flint_kernels.model.cache import LayerCache
+from flint_kernels.model.cache import PagedKVCache
 from flint_kernels.model.config import FlintConfig
 from flint_kernels.model.linear import FormatModule, Weight, make_linear, parameter
 
@@ -24,6 +24,7 @@ class Attention(FormatModule):
     ) -> None:
         super().__init__()
         heads, head_dim = config.num_attention_heads, config.head_dim
+        self.layer = layer
         self.window = config.window(layer)
         self.rope = config.has_rope(layer)
         self.eps = config.rms_norm_eps
@@ -40,10 +41,10 @@ class Attention(FormatModule):
         x: Tensor,
         cos_sin: Tensor,
         batch: DecodeBatch,
-        cache: LayerCache,
-        workspace: Tensor | None,
+        cache: PagedKVCache,
     ) -> Tensor:
         """One row a request: writes its K and V, then attends over the cache alone."""
+        k_cache, v_cache = cache.layers[self.layer]
         windowed = self.window > 0
         q = self.qkv_proj.qkv_norm_rope_kv_write(
             x,
@@ -52,30 +53,30 @@ class Attention(FormatModule):
             cos_sin if self.rope else None,
             batch.positions,
             batch.window_slots if windowed else batch.slots,
-            cache.k,
-            cache.v,
+            k_cache,
+            v_cache,
             self.eps,
-            workspace=workspace,
+            workspace=cache.workspace,
         )
         mixed = calls.attention_decode(
             q,
-            cache.k,
-            cache.v,
+            k_cache,
+            v_cache,
             batch.window_block_table if windowed else batch.block_table,
             batch.seq_lens,
             self.sinks,
             self.window,
-            workspace=workspace,
+            workspace=cache.workspace,
         )
-        return self.o_proj(mixed.flatten(1))
+        out: Tensor = self.o_proj(mixed.flatten(1))
+        return out
 
     def prefill(
         self,
         x: Tensor,
         cos_sin: Tensor,
         batch: PrefillBatch,
-        cache: LayerCache,
-        workspace: Tensor | None,
+        cache: PagedKVCache,
     ) -> Tensor:
         """Chunks: attends over the cached past and the chunk's own K and V.
 
@@ -83,6 +84,7 @@ class Attention(FormatModule):
         queries still see: so its rows are written after the attention, and only those that a later
         query can see.
         """
+        k_cache, v_cache = cache.layers[self.layer]
         windowed = self.window > 0
         qkv = self.qkv_proj(x)
         q, k = calls.qk_norm_rope_kv_write(
@@ -92,8 +94,8 @@ class Attention(FormatModule):
             cos_sin if self.rope else None,
             batch.positions,
             batch.no_slots if windowed else batch.slots,
-            cache.k,
-            cache.v,
+            k_cache,
+            v_cache,
             self.eps,
         )
         v = qkv[:, q.shape[1] * q.shape[2] + k.shape[1] * k.shape[2] :].view(k.shape)
@@ -102,16 +104,17 @@ class Attention(FormatModule):
             k,
             v,
             batch.cu_seqlens,
-            cache.k,
-            cache.v,
+            k_cache,
+            v_cache,
             batch.window_block_table if windowed else batch.block_table,
             batch.context_lens,
             self.sinks,
             self.window,
             None,
             batch.max_query_len,
-            workspace=workspace,
+            workspace=cache.workspace,
         )
         if windowed:
-            calls.kv_cache_write(k, v, batch.window_slots, cache.k, cache.v)
-        return self.o_proj(mixed.flatten(1))
+            calls.kv_cache_write(k, v, batch.window_slots, k_cache, v_cache)
+        out: Tensor = self.o_proj(mixed.flatten(1))
+        return out

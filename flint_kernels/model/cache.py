@@ -30,7 +30,7 @@ class LayerCache(NamedTuple):
     v: Tensor
 
 
-class OutOfPages(RuntimeError):
+class OutOfPagesError(RuntimeError):
     """The pool has fewer free pages than a step needs; nothing was changed."""
 
 
@@ -192,7 +192,7 @@ class PagedKVCache:
 
         Raises:
             ValueError: a request is not live, is named twice, or would exceed max_positions.
-            OutOfPages: the pool is too small. In every case nothing has changed.
+            OutOfPagesError: the pool is too small. In every case nothing has changed.
         """
         positions = [self._lengths.get(request, -1) for request in requests]
         self._reserve(requests, [1] * len(requests))
@@ -205,9 +205,16 @@ class PagedKVCache:
                 (request * ring + page % ring) * page_size + offset if ring else -1
             )
         seq_lens = [position + 1 for position in positions]
-        fields = self._send(positions, slots, window_slots, seq_lens)
+        sent = self._send(positions, slots, window_slots, seq_lens)
         table, window_table = self._tables(requests)
-        return DecodeBatch(fields[0], fields[1], fields[2], table, window_table, fields[3])
+        return DecodeBatch(
+            positions=sent[0],
+            slots=sent[1],
+            window_slots=sent[2],
+            block_table=table,
+            window_block_table=window_table,
+            seq_lens=sent[3],
+        )
 
     def plan(
         self,
@@ -226,7 +233,7 @@ class PagedKVCache:
 
         Raises:
             ValueError: a request is not live, is named twice, or would exceed max_positions.
-            OutOfPages: the pool is too small. In every case nothing has changed.
+            OutOfPagesError: the pool is too small. In every case nothing has changed.
         """
         contexts = [self._lengths.get(request, 0) for request in requests]
         self._reserve(requests, counts)
@@ -245,16 +252,23 @@ class PagedKVCache:
         last_rows = [
             row - 1 for row, want in zip(cu_seqlens[1:], wanted, strict=True) if want
         ]
-        fields = self._send(
+        sent = self._send(
             _join(positions), _join(slots), _join(window_slots), ends, contexts, cu_seqlens,
             last_rows,
         )
+        table, window_table = self._tables(requests)
         longest = max(counts, default=1)
         return PrefillBatch(
-            *fields[:3],
-            *self._tables(requests),
-            *fields[3:],
-            self._no_slots,
+            positions=sent[0],
+            slots=sent[1],
+            window_slots=sent[2],
+            block_table=table,
+            window_block_table=window_table,
+            seq_lens=sent[3],
+            context_lens=sent[4],
+            cu_seqlens=sent[5],
+            last_rows=sent[6],
+            no_slots=self._no_slots,
             # A power of two: a compiled module is specialised on it, and few values recompile.
             max_query_len=1 << (longest - 1).bit_length(),
         )
@@ -295,7 +309,7 @@ class PagedKVCache:
                 )
             needed += self.pages_for(length) - len(self._pages[request])
         if needed > len(self._free_pages):
-            raise OutOfPages(
+            raise OutOfPagesError(
                 f"tokens: got a pool with {len(self._free_pages)} free pages of {self.pages}; want "
                 f"{needed} for this step ({self.page_size} tokens a page). Release requests, wait "
                 "with some of these, or make the cache with more tokens."
@@ -335,10 +349,10 @@ class PagedKVCache:
         host = torch.zeros(
             sum(padded), dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
-        for target, field, size in zip(host.split(padded), fields, sizes, strict=True):
+        for target, field, size in zip(torch.split(host, padded), fields, sizes, strict=True):
             target[:size] = torch.as_tensor(field, dtype=torch.int32)
         sent = host.to(self.device, non_blocking=True)
-        return [part[:size] for part, size in zip(sent.split(padded), sizes, strict=True)]
+        return [part[:size] for part, size in zip(torch.split(sent, padded), sizes, strict=True)]
 
 
 def _join(parts: list[Tensor]) -> Tensor:

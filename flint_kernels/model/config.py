@@ -32,7 +32,7 @@ _LIMITS = {
 
 # Fields whose other values would be another model: the one value that is supported, and why.
 _FIXED = {
-    "router_score_function": ("sigmoid", "the router's top-k op ranks logits and scores by sigmoid"),
+    "router_score_function": ("sigmoid", "the router op scores by sigmoid"),
     "norm_topk_prob": (True, "the routing weights of a token are always made to add up to 1"),
     "tie_word_embeddings": (False, "the checkpoint must carry its own lm_head"),
     "hidden_act": ("silu", "the MLPs are SwiGLU"),

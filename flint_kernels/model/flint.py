@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flint_kernels.model import calls
 from flint_kernels.model.attention import Attention
 from flint_kernels.model.batch import Batch, DecodeBatch, PrefillBatch
-from flint_kernels.model.cache import LayerCache, PagedKVCache
+from flint_kernels.model.cache import PagedKVCache
 from flint_kernels.model.config import FlintConfig
 from flint_kernels.model.linear import WEIGHT_FORMATS, FormatModule, Weight, make_linear
 from flint_kernels.model.mlp import DenseMLP, MoE
@@ -46,13 +46,12 @@ class Layer(FormatModule):
         residual: Tensor | None,
         cos_sin: Tensor,
         batch: DecodeBatch,
-        cache: LayerCache,
-        workspace: Tensor | None,
+        cache: PagedKVCache,
     ) -> tuple[Tensor, Tensor]:
         """One row a request, [B, H]: seven ops."""
         normed, residual = self._input_norm(x, residual)
-        x = self.self_attn.decode(normed, cos_sin, batch, cache, workspace)
-        return self.mlp.decode(x, residual, self.post_attention_layernorm.weight, workspace)
+        x = self.self_attn.decode(normed, cos_sin, batch, cache)
+        return self.mlp.decode(x, residual, self.post_attention_layernorm.weight, cache.workspace)
 
     def prefill(
         self,
@@ -60,13 +59,12 @@ class Layer(FormatModule):
         residual: Tensor | None,
         cos_sin: Tensor,
         batch: PrefillBatch,
-        cache: LayerCache,
-        workspace: Tensor | None,
+        cache: PagedKVCache,
     ) -> tuple[Tensor, Tensor]:
         """Chunks of any length, [T, H]."""
         normed, residual = self._input_norm(x, residual)
-        x = self.self_attn.prefill(normed, cos_sin, batch, cache, workspace)
-        return self.mlp.prefill(x, residual, self.post_attention_layernorm.weight, workspace)
+        x = self.self_attn.prefill(normed, cos_sin, batch, cache)
+        return self.mlp.prefill(x, residual, self.post_attention_layernorm.weight, cache.workspace)
 
 
 class Flint(FormatModule):
@@ -131,7 +129,7 @@ class Flint(FormatModule):
             weight_format, config.hidden_size, [config.vocab_size], device
         )
         self.register_buffer("cos_sin", self._make_cos_sin(device), persistent=False)
-        self.register_load_state_dict_post_hook(_complete_after_load)
+        self.register_load_state_dict_post_hook(_complete_after_load)  # type: ignore[no-untyped-call]
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +177,7 @@ class Flint(FormatModule):
         )
 
     def oracle(self) -> Flint:
-        """This model with compute dtype float32, sharing every tensor: the same ops, no rounding."""
+        """This model with compute dtype float32, sharing every tensor: nothing is rounded."""
         other = copy.copy(self)
         other.compute_dtype = torch.float32
         return other
@@ -196,13 +194,12 @@ class Flint(FormatModule):
         """The last layer's output and the residual, which the final norm adds up: [T, H] each."""
         x = F.embedding(input_ids, self.embed_tokens.weight).to(self.compute_dtype)
         residual: Tensor | None = None
-        cos_sin, workspace = self.cos_sin, cache.workspace
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+        for module in self.layers:
+            layer = cast(Layer, module)
             if isinstance(batch, DecodeBatch):
-                step = layer.decode
+                x, residual = layer.decode(x, residual, self.cos_sin, batch, cache)
             else:
-                step = layer.prefill
-            x, residual = step(x, residual, cos_sin, batch, layer_cache, workspace)
+                x, residual = layer.prefill(x, residual, self.cos_sin, batch, cache)
         assert residual is not None  # num_hidden_layers is at least 1
         return x, residual
 

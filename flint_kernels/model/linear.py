@@ -26,7 +26,7 @@ class FormatModule(nn.Module):
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return super()._apply(_keeping_dtypes(fn), recurse)
+        return super()._apply(_keeping_dtypes(fn), recurse)  # type: ignore[no-untyped-call]
 
 
 class _KeepDtypes:
@@ -78,7 +78,9 @@ class Linear(FormatModule):
         """For gate | up rows: [M, N / 2] in the dtype of x."""
         raise NotImplementedError
 
-    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor | None) -> Tensor:
+    def qkv_norm_rope_kv_write(
+        self, x: Tensor, *arguments: Any, workspace: Tensor | None
+    ) -> Tensor:
         """For q | k | v rows: q [M, Hq, D]; `arguments` are the op's, from q_weight to eps."""
         raise NotImplementedError
 
@@ -93,7 +95,9 @@ class NVFP4Linear(Linear):
     `weight` [N, K/2] uint8; `weight_scale` [N, K/16] float8_e4m3fn; `weight_scale_2` [shards] fp32.
     """
 
-    def __init__(self, in_features: int, shards: Sequence[int], device: torch.device | None) -> None:
+    def __init__(
+        self, in_features: int, shards: Sequence[int], device: torch.device | None
+    ) -> None:
         super().__init__(in_features, shards)
         check_nvfp4_width("in_features", in_features)
         rows = self.out_features
@@ -113,7 +117,9 @@ class NVFP4Linear(Linear):
             x, self.weight, self.weight_scale, self.weight_scale_2
         )
 
-    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor | None) -> Tensor:
+    def qkv_norm_rope_kv_write(
+        self, x: Tensor, *arguments: Any, workspace: Tensor | None
+    ) -> Tensor:
         return calls.nvfp4_qkv_norm_rope_kv_write(
             x, self.weight, self.weight_scale, self.weight_scale_2, *arguments, workspace=workspace
         )
@@ -125,7 +131,9 @@ class NVFP4Linear(Linear):
 class BF16Linear(Linear):
     """`weight` [N, K] bfloat16."""
 
-    def __init__(self, in_features: int, shards: Sequence[int], device: torch.device | None) -> None:
+    def __init__(
+        self, in_features: int, shards: Sequence[int], device: torch.device | None
+    ) -> None:
         super().__init__(in_features, shards)
         self.weight = parameter(
             self.out_features, in_features, dtype=torch.bfloat16, device=device
@@ -137,7 +145,9 @@ class BF16Linear(Linear):
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return calls.bf16_linear_silu_and_mul(x, self.weight)
 
-    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor | None) -> Tensor:
+    def qkv_norm_rope_kv_write(
+        self, x: Tensor, *arguments: Any, workspace: Tensor | None
+    ) -> Tensor:
         return calls.bf16_qkv_norm_rope_kv_write(x, self.weight, *arguments, workspace=workspace)
 
     def logits(self, x: Tensor) -> Tensor:

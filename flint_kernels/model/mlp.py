@@ -33,7 +33,8 @@ class SwiGLU(FormatModule):
         self.down_proj = make_linear(weight_format, intermediate, [hidden], device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj.silu_and_mul(x))
+        out: Tensor = self.down_proj(self.gate_up_proj.silu_and_mul(x))
+        return out
 
 
 class DenseMLP(SwiGLU):
@@ -93,6 +94,7 @@ class NVFP4Experts(FormatModule):
         weights: Tensor,
         ids: Tensor,
         shared: Linear,
+        *,
         workspace: Tensor | None,
     ) -> Tensor:
         return calls.nvfp4_moe_down(
@@ -149,6 +151,7 @@ class BF16Experts(FormatModule):
         weights: Tensor,
         ids: Tensor,
         shared: Linear,
+        *,
         workspace: Tensor | None,
     ) -> Tensor:
         return calls.bf16_moe_down(
@@ -188,7 +191,7 @@ class MoE(FormatModule):
         shared = self.shared_expert
         routed, shared_act = self.experts.gate_up(normed, ids, shared.gate_up_proj, workspace)
         output = self.experts.down(
-            routed, shared_act, weights, ids, shared.down_proj, workspace
+            routed, shared_act, weights, ids, shared.down_proj, workspace=workspace
         )
         return output, residual
 

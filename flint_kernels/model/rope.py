@@ -35,7 +35,7 @@ def cos_sin_table(
         ValueError: head_dim is odd, or theta not above 0.
     """
     if head_dim <= 0 or head_dim % 2 != 0:
-        raise ValueError(f"head_dim: got {head_dim}; want an even number above 0: RoPE turns pairs.")
+        raise ValueError(f"head_dim: got {head_dim}; want an even number above 0.")
     if not theta > 0:
         raise ValueError(f"theta: got {theta}; want a number above 0; the usual one is 10000.")
     if isinstance(positions, int):
