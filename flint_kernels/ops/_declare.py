@@ -40,6 +40,16 @@ class Spec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def laid_out(self, result: torch.Tensor) -> torch.Tensor:
+        """`result` with exactly the strides that the fake body reports."""
+        strides, step = [], 1
+        for size in reversed(self.shape):
+            strides.append(step)
+            step *= max(size, 1)
+        if result.stride() == tuple(reversed(strides)):
+            return result
+        return torch.empty(self.shape, dtype=self.dtype, device=result.device).copy_(result)
+
 
 @dataclass
 class Declaration:
@@ -175,9 +185,15 @@ def _functional_fake(declaration: Declaration) -> Body:
 def _functional_body(declaration: Declaration, body: Body) -> Body:
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = declaration.bind(args, kwargs)
-        _check(declaration, bound)
+        specs = _check(declaration, bound)
         _check_values(declaration, bound)
-        return body(**bound)
+        results = body(**bound)
+        if not specs:
+            return None
+        results = results if len(specs) > 1 else (results,)
+        return _returned(
+            tuple(spec.laid_out(r) for spec, r in zip(specs, results, strict=True))
+        )
 
     return call
 

@@ -1,0 +1,240 @@
+"""Every op of the namespace, enumerated: schema, fake, autograd, out-variant, compilation."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from flint_kernels import ops
+from flint_kernels.ops import REGISTRY
+from op_samples import SAMPLES, Call
+
+NAMES = sorted(REGISTRY)
+
+
+def calls(name: str) -> list[Call]:
+    return list(SAMPLES[name]())
+
+
+def clone(value: Any) -> Any:
+    """A copy with the same strides, so that two runs cannot meet in one buffer."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    twin = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+    return twin.copy_(value)
+
+
+def fresh(call: Call) -> Call:
+    return tuple(clone(v) for v in call[0]), {k: clone(v) for k, v in call[1].items()}
+
+
+def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else () if result is None else (result,)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: NaN equals itself, and +0 is not -0."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
+
+
+def out_buffers(name: str, call: Call) -> dict[str, torch.Tensor]:
+    declaration = REGISTRY[name]
+    specs = declaration.infer(**declaration.bind(*call))
+    specs = specs if isinstance(specs, tuple) else (specs,)
+    return {
+        key: torch.full(spec.shape, 77, dtype=torch.float32).to(spec.dtype)
+        for key, spec in zip(declaration.outputs, specs, strict=True)
+    }
+
+
+def test_every_op_of_the_namespace_is_declared_and_has_samples() -> None:
+    registered = {
+        entry.split("::")[1].split(".")[0]
+        for entry in torch._C._dispatch_get_all_op_names()
+        if entry.startswith("flint::")
+    }
+    assert registered == set(REGISTRY)
+    assert set(SAMPLES) == set(REGISTRY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schema_has_the_defaults_of_the_public_signature(name: str) -> None:
+    declaration = REGISTRY[name]
+    schema = declaration.packet.default._schema
+    from_schema = {
+        a.name: a.default_value if a.has_default_value() else None for a in schema.arguments
+    }
+    from_python = {
+        key: None if value is inspect.Parameter.empty else value
+        for key, value in declaration.parameters.items()
+    }
+    if from_schema.get("dtype") is not None:
+        from_schema["dtype"] = torch.float32
+    assert list(from_schema) == list(from_python)
+    assert from_schema == from_python
+
+
+@pytest.fixture
+def allclose_knows_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """opcheck looks for undeclared writes with torch.allclose, which has no float8 body."""
+    plain = torch.allclose
+
+    def allclose(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        if a.dtype == torch.float8_e4m3fn:
+            return torch.equal(bits(a), bits(b))
+        return plain(a, b, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "allclose", allclose)
+
+
+@pytest.mark.usefixtures("allclose_knows_fp8")
+@pytest.mark.parametrize("name", NAMES)
+def test_C1_opcheck(name: str) -> None:
+    for args, kwargs in calls(name):
+        torch.library.opcheck(REGISTRY[name].packet.default, args, kwargs)
+    if REGISTRY[name].outputs:
+        args, kwargs = calls(name)[0]
+        outs = out_buffers(name, (args, kwargs))
+        torch.library.opcheck(REGISTRY[name].packet.out, args, {**kwargs, **outs})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_C3_fake_metadata_equals_real(name: str) -> None:
+    for call in calls(name):
+        real = as_tuple(REGISTRY[name].packet.default(*call[0], **call[1]))
+        with torch._subclasses.FakeTensorMode() as mode:
+            to_fake = lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
+            args = [to_fake(v) for v in call[0]]
+            kwargs = {k: to_fake(v) for k, v in call[1].items()}
+            fake = as_tuple(REGISTRY[name].packet.default(*args, **kwargs))
+        assert len(real) == len(fake)
+        for r, f in zip(real, fake, strict=True):
+            assert r.shape == f.shape
+            assert r.stride() == f.stride()
+            assert r.dtype == f.dtype
+            assert r.device == f.device
+            assert r.storage_offset() == f.storage_offset() == 0
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if REGISTRY[n].outputs])
+def test_out_variant_writes_what_the_op_returns(name: str) -> None:
+    for call in calls(name):
+        first, second = fresh(call), fresh(call)
+        returned = as_tuple(REGISTRY[name].packet.default(*first[0], **first[1]))
+        outs = out_buffers(name, call)
+        assert REGISTRY[name].packet.out(*second[0], **second[1], **outs) is None
+        for want, got in zip(returned, outs.values(), strict=True):
+            assert torch.equal(bits(want), bits(got))
+        # What the op writes in place, the out-variant writes too.
+        for one, two in zip(first[0], second[0], strict=True):
+            if isinstance(one, torch.Tensor):
+                assert torch.equal(bits(one), bits(two))
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if REGISTRY[n].outputs])
+def test_out_variant_refuses_a_wrong_buffer(name: str) -> None:
+    args, kwargs = calls(name)[0]
+    outs = out_buffers(name, (args, kwargs))
+    key = next(iter(outs))
+    for wrong in (outs[key].new_empty(7, 7, 7), outs[key].to(torch.float64)):
+        with pytest.raises((ValueError, RuntimeError), match=key):
+            REGISTRY[name].packet.out(*args, **kwargs, **{**outs, key: wrong})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strided_inputs_equal_contiguous_ones(name: str) -> None:
+    for call in calls(name):
+        plain = tuple(v.contiguous() if isinstance(v, torch.Tensor) else v for v in call[0])
+        mine = as_tuple(REGISTRY[name].packet.default(*fresh(call)[0], **call[1]))
+        theirs = as_tuple(REGISTRY[name].packet.default(*plain, **call[1]))
+        for one, two in zip(mine, theirs, strict=True):
+            assert torch.equal(bits(one), bits(two))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_without_a_graph_break(name: str) -> None:
+    op = REGISTRY[name].packet.default
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *a, **k: op(*a, **k), fullgraph=True, backend="aot_eager")
+    call = calls(name)[0]
+    first, second = fresh(call), fresh(call)
+    eager, traced = as_tuple(op(*first[0], **first[1])), as_tuple(compiled(*second[0], **second[1]))
+    for one, two in zip(eager, traced, strict=True):
+        assert torch.equal(bits(one), bits(two))
+    for one, two in zip(first[0], second[0], strict=True):
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(bits(one), bits(two))
+
+
+def differentiable(call: Call) -> Call:
+    floating = (torch.float32, torch.bfloat16)
+    args = [
+        v.detach().clone().requires_grad_() if isinstance(v, torch.Tensor) and v.dtype in floating else v
+        for v in call[0]
+    ]
+    return tuple(args), call[1]
+
+
+FLOAT_IN = [n for n in NAMES if n not in ("gguf_to_modelopt", "modelopt_to_gguf")]
+
+
+@pytest.mark.parametrize("name", [n for n in FLOAT_IN if n != "nvfp4_dequantize"])
+def test_C4_forward_works_and_backward_raises(name: str) -> None:
+    declaration = REGISTRY[name]
+    mutated = {a.name for a in declaration.packet.default._schema.arguments if a.is_write}
+    for call in calls(name):
+        plain = fresh(call)
+        args, kwargs = differentiable(fresh(call))
+        # A leaf that is written in place cannot require grad; torch refuses that on its own.
+        names = list(declaration.parameters)
+        args = tuple(
+            value.detach() if names[i] in mutated else value for i, value in enumerate(args)
+        )
+        results = as_tuple(declaration.packet.default(*args, **kwargs))
+        expected = as_tuple(declaration.packet.default(*plain[0], **plain[1]))
+        for got, want in zip(results, expected, strict=True):
+            assert torch.equal(bits(got.detach()), bits(want))
+        for got in results:
+            if got.requires_grad:
+                with pytest.raises(RuntimeError, match="no backward"):
+                    got.float().sum().backward(retain_graph=True)
+        floating = [r for r in results if r.is_floating_point() and r.dtype.itemsize > 1]
+        assert all(result.requires_grad for result in floating)
+        with torch.inference_mode():
+            again = as_tuple(declaration.packet.default(*fresh(call)[0], **call[1]))
+        for got, want in zip(again, expected, strict=True):
+            assert torch.equal(bits(got), bits(want))
+
+
+def test_C4_out_variant_refuses_an_input_that_requires_grad() -> None:
+    x = torch.ones(2, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(16, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        ops.rms_norm(x, weight, out=torch.empty(2, 16, dtype=torch.bfloat16))
+
+
+def test_only_the_caches_and_workspaces_are_declared_mutable() -> None:
+    writable = {
+        argument.name
+        for declaration in REGISTRY.values()
+        for argument in declaration.packet.default._schema.arguments
+        if argument.is_write
+    }
+    assert writable == {"k_cache", "v_cache", "workspace"}
+
+
+def test_C8_a_tensor_on_another_device_is_named() -> None:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=False):
+        q = torch.empty(2, 4, 32, dtype=torch.bfloat16, device="cuda")
+        cache = torch.empty(4, 16, 2, 32, dtype=torch.bfloat16, device="cuda")
+        table = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
+        lens = torch.ones(2, dtype=torch.int32, device="cuda")
+        sinks = torch.zeros(4, device="cuda")
+        good = {"block_table": table, "seq_lens": lens, "sinks": sinks}
+        assert ops.attention_decode(q, cache, cache, **good).device.type == "cuda"
+        for argument in good:
+            bad = {**good, argument: good[argument].cpu()}
+            with pytest.raises(ValueError, match=f"'{argument}'.*cpu.*cuda"):
+                ops.attention_decode(q, cache, cache, **bad)
