@@ -1,0 +1,124 @@
+# make demo    installs into .venv and generates text with the packaged checkpoint
+# make test    installs with the test extras and runs the tests
+# make lint    installs with the development tools and runs all static checks
+# make format  rewrites the sources as `make lint` wants them
+# make docs    regenerates what is generated in the documents
+# make bench   measures the CPU figures of docs/results/cpu (on an otherwise idle machine)
+# make clean   removes what was built; `make distclean` the virtual environment too
+#
+# VENV=DIR     the virtual environment, made where it is missing (.venv)
+# PYTHON=EXE   the Python that makes it; with VENV= (empty), the one to install into as it is
+# TORCH=...    what pip installs as torch (-r requirements.txt); TORCH= (empty) keeps what is there
+# PYTEST_ARGS  further arguments of pytest, such as `-k norm`
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= -r requirements.txt
+PYTEST_ARGS ?=
+
+# As in pyproject.toml's [build-system]. Without build isolation they must be there beforehand;
+# with it pip would download a second torch to compile against.
+BUILD_REQUIREMENTS := "setuptools>=77" ninja
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := demo
+
+ifeq ($(strip $(VENV)),)
+  PY := $(PYTHON)
+  STAMPS := build/stamps/$(subst /,+,$(shell $(PYTHON) -c 'import sys; print(sys.prefix)'))
+else
+  PY := $(VENV)/bin/python
+  STAMPS := $(VENV)/flint-kernels-stamps
+endif
+PIP := $(PY) -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --no-build-isolation --editable
+
+NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
+PACKAGE_INPUTS := pyproject.toml setup.py $(NATIVE_SOURCES)
+# One thread a process: OpenMP threads that spin while others want the core cost more than they do.
+ONE_THREAD := OMP_NUM_THREADS=1
+
+DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
+
+.PHONY: demo test lint format docs bench clean distclean compiler FORCE
+
+demo: $(STAMPS)/package
+	$(PY) -m flint_kernels.cli generate flint-tiny --prompt $$'def read_lines(path):\n' --max-new-tokens 200
+
+test: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMPS)/dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m clang_format --dry-run --Werror $(NATIVE_SOURCES)
+
+format: $(STAMPS)/dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(PY) -m clang_format -i $(NATIVE_SOURCES)
+
+docs: $(STAMPS)/package
+	$(PY) docs/generate_ops.py
+	$(PY) docs/draw_layer.py
+	$(PY) -m microbench.tables
+
+bench: $(STAMPS)/package
+	$(ONE_THREAD) $(PY) -m microbench.cpu
+	$(PY) -m microbench.tables
+
+clean:
+	rm -rf build dist *.egg-info flint_kernels/lib
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f $(STAMPS)/package $(STAMPS)/test $(STAMPS)/dev
+
+distclean: clean
+	$(if $(strip $(VENV)),rm -rf $(VENV))
+
+# ------------------------------------------------------------------------------ installation
+
+$(STAMPS)/package: $(STAMPS)/torch $(PACKAGE_INPUTS)
+	$(INSTALL) .
+	touch $@
+
+$(STAMPS)/test: $(STAMPS)/torch $(PACKAGE_INPUTS)
+	$(INSTALL) '.[test]'
+	touch $@
+
+$(STAMPS)/dev: $(STAMPS)/torch $(PACKAGE_INPUTS)
+	$(INSTALL) '.[test,dev]'
+	touch $@
+
+# Remembers what was asked for, so that another TORCH= installs anew and the same one does not.
+$(STAMPS)/torch: $(STAMPS)/environment FORCE
+	wanted='$(TORCH) '"$$(cat requirements.txt)"; \
+	if [ "$$(cat $@ 2>/dev/null)" != "$$wanted" ]; then \
+	  echo 'Installing the build requirements and torch into $(or $(strip $(VENV)),$(PYTHON)) ...'; \
+	  $(PIP) install --quiet $(BUILD_REQUIREMENTS) $(TORCH); \
+	  printf '%s\n' "$$wanted" > $@; \
+	fi
+
+$(STAMPS)/environment:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo 'error: PYTHON=$(PYTHON) is missing or older than Python 3.10; name another with' \
+	       'make PYTHON=python3.12' >&2; exit 1; }
+ifneq ($(strip $(VENV)),)
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { \
+	  rm -rf $(VENV); \
+	  echo 'error: $(PYTHON) cannot make a virtual environment; install its venv module' \
+	       '$(DEBIAN_HINT)' >&2; exit 1; }
+endif
+	@mkdir -p $(@D) && touch $@
+
+# The package installs without a compiler; torch.compile, which the tests use, does not work so.
+compiler: $(STAMPS)/environment
+	@command -v "$${CXX:-g++}" >/dev/null || { \
+	  echo "error: no C++ compiler: $${CXX:-g++} was not found; install g++ or set CXX" \
+	       '$(DEBIAN_HINT)' >&2; exit 1; }
+	@$(PY) -c 'import os, sys, sysconfig; \
+	  sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || { \
+	  echo 'error: Python.h was not found: torch.compile needs the headers of $(PYTHON)' \
+	       '$(DEBIAN_HINT)' >&2; exit 1; }
