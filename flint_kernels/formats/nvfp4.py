@@ -16,8 +16,8 @@ dimension K share a block scale, a tensor (or an expert, or a shard) shares a gl
 eight the low nibbles are values 0-7 of a block and the high nibbles values 8-15. ggml reads
 a scale byte without its sign bit, and 0x7F as zero; the global scale is a tensor of its own.
 
-Everything here runs on any device of a little-endian machine and is the fallback where the C++ library is not built;
-:mod:`flint_kernels.formats.repack` chooses between the two.
+Everything here runs on any device of a little-endian machine. It is the fallback where the C++
+library is not built; :mod:`flint_kernels.formats.repack` chooses between the two.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # --------------------------------------------------------------------------- quantise
 
 
-def quantize(x: Tensor, global_scale: Tensor | float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(
+    x: Tensor, global_scale: Tensor | float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises ``x`` [..., N, K] (any float type, finite) to NVFP4 in the ModelOpt layout.
 
     The recipe is the usual one, every step in fp32:
@@ -157,28 +159,21 @@ def dequantize(
     float32, one value or shape ``weight.shape[:-2]``. ``out``, contiguous, of the result's shape
     and of type ``dtype``, takes the result instead of a new tensor.
     """
-    shape = _check_modelopt(weight, weight_scale)
-    if dtype not in _OUT_DTYPES:
-        raise ValueError(f"dtype: got {dtype}, want one of {_OUT_DTYPES}; cast the result instead")
-    if out is not None:
-        _check_out(out, "out", shape, dtype, weight.device)
-
-    spread = None
-    if weight_scale_2 is not None:
-        spread = _spread_global(weight_scale_2.float(), weight.shape[:-2], "weight_scale_2")
-    whole = shape.numel() <= _dequant_slice(weight.device)
-    if whole and out is None:
+    small = weight.numel() * 2 <= _dequant_slice(weight.device)
+    if small and out is None:
+        _, spread = _check_dequantize(weight, weight_scale, weight_scale_2, dtype)
         values = _decode(weight, weight_scale)
         return (values if spread is None else values.mul_(spread)).to(dtype)
 
-    result = torch.empty(shape, dtype=dtype, device=weight.device) if out is None else out
+    result, spread = dequantize_output(weight, weight_scale, weight_scale_2, dtype, out)
+    k = result.shape[-1]
     if result.numel() == 0:
         return result
-    rows = result.view(-1, shape[-1])
-    weight, weight_scale = weight.reshape(-1, shape[-1] // 2), weight_scale.flatten(0, -2)
     if spread is not None and spread.dim():
-        spread = spread.expand(*shape[:-1], 1).reshape(-1, 1)
-    step = max(1, _dequant_slice(weight.device) // shape[-1])
+        spread = spread.expand(*result.shape[:-1], 1).reshape(-1, 1)
+    rows = result.view(-1, k)
+    weight, weight_scale = weight.reshape(-1, k // 2), weight_scale.reshape(-1, k // BLOCK_VALUES)
+    step = max(1, _dequant_slice(weight.device) // k)
     for start in range(0, rows.shape[0], step):
         part = slice(start, start + step)
         values = _decode(weight[part], weight_scale[part])
@@ -186,6 +181,40 @@ def dequantize(
             values.mul_(spread[part] if spread.dim() else spread)
         rows[part] = values
     return result
+
+
+def dequantize_output(
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Checks the inputs of :func:`dequantize`; checks or makes its output.
+
+    Also returns the global scale in fp32, shaped to multiply the output.
+    """
+    shape, spread = _check_dequantize(weight, weight_scale, weight_scale_2, dtype)
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=weight.device), spread
+    _check_out(out, "out", shape, dtype, weight.device)
+    return out, spread
+
+
+def _check_dequantize(
+    weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Size, Tensor | None]:
+    shape = _check_modelopt(weight, weight_scale)
+    if dtype not in _OUT_DTYPES:
+        raise ValueError(f"dtype: got {dtype}, want one of {_OUT_DTYPES}; cast the result instead")
+    if weight_scale_2 is None:
+        return shape, None
+    if weight_scale_2.device != weight.device:
+        raise ValueError(
+            f"weight_scale_2: got device {weight_scale_2.device}, want that of weight, "
+            f"{weight.device}"
+        )
+    return shape, _spread_global(weight_scale_2.float(), weight.shape[:-2], "weight_scale_2")
 
 
 def _dequant_slice(device: torch.device) -> int:

@@ -1,0 +1,85 @@
+"""Finds and loads the C++ library, `flint_kernels/lib/libflint_kernels.so`.
+
+`setup.py` builds it and writes a JSON file beside it: what was built and for which torch, or why
+nothing was. The library is loaded on first use, never at import, and once a process; its raw ops
+are in the private namespace `flint_native`. Everything that it does has a PyTorch body as well, so
+a missing library is a matter of speed: :func:`why_not` tells the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DISABLE_VARIABLE = "FLINT_KERNELS_NO_NATIVE"
+"""Set to 1 before the first use, this environment variable keeps the library from loading."""
+
+LIBRARY_PATH = Path(__file__).parents[1] / "lib" / "libflint_kernels.so"
+
+_REBUILD = "reinstall the package with `pip install --no-build-isolation` against this torch"
+
+
+def is_available() -> bool:
+    """Whether the library is loaded; the first call loads it."""
+    return why_not() is None
+
+
+@cache
+def why_not() -> str | None:
+    """A sentence that says why the library is not in use, or None where it is."""
+    if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
+        return f"The native library is switched off by {DISABLE_VARIABLE}."
+    return load(LIBRARY_PATH)
+
+
+def build_info(path: Path = LIBRARY_PATH) -> dict[str, Any]:
+    """What the build wrote beside the library; empty where there was no build.
+
+    Keys: built, reason (where it was not), torch_built_with, torch_minimum, compiler,
+    cpu_architecture, cuda_architectures, ops.
+    """
+    try:
+        info = json.loads(path.with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def load(path: Path) -> str | None:
+    """Loads the library at ``path`` and checks its ops; returns the reason where it cannot."""
+    info = build_info(path)
+    if not path.is_file() or not info.get("built"):
+        reason = info.get("reason", "this installation never built it")
+        return f"The native library is not built: {reason}. To build it, {_REBUILD}."
+
+    built_with, minimum = info["torch_built_with"], info["torch_minimum"]
+    versions = (
+        f"built with torch {built_with} for torch >= {minimum}, and this is torch "
+        f"{torch.__version__}"
+    )
+    if torch.__version__ < minimum:  # TorchVersion compares by release, not by character
+        return f"The native library does not fit: it was {versions}. Update torch, or {_REBUILD}."
+    try:
+        torch.ops.load_library(str(path))
+    except (OSError, RuntimeError) as error:
+        return (
+            f"The native library failed to load: it was {versions}: {error}. To mend it, "
+            f"{_REBUILD}."
+        )
+    missing = [op for op in info["ops"] if not _has(op)]
+    if missing:
+        return (
+            f"The native library lacks {', '.join(missing)}: it was {versions}, or is older than "
+            f"this package. To mend it, {_REBUILD}."
+        )
+    return None
+
+
+def _has(op: str) -> bool:
+    namespace, name = op.split("::")
+    return hasattr(getattr(torch.ops, namespace), name)
