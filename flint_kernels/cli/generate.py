@@ -1,0 +1,157 @@
+"""`flint-kernels generate`: streams a continuation of a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from flint_kernels.generation import Completion
+    from flint_kernels.model import Flint
+
+DEFAULT_CHECKPOINT = "flint-tiny"
+DEFAULT_PROMPT = "class Cache:\n    def __init__(self"
+
+
+def add_parser(subparsers: Any) -> None:
+    """Defines the arguments of `generate`."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="continue a prompt",
+        description="Continues a prompt: the text goes to stdout as it comes, times to stderr.",
+    )
+    parser.add_argument(
+        "checkpoint",
+        nargs="?",
+        default=DEFAULT_CHECKPOINT,
+        help="a .gguf or .safetensors file, a folder with one, or a packaged model's name "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="the text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    parser.add_argument("--top-p", type=float, default=0.95, help="default: %(default)s")
+    parser.add_argument("--top-k", type=int, default=20, help="default: %(default)s; 0: all")
+    parser.add_argument("--seed", type=int, help="of the draws; default: a fresh one")
+    parser.add_argument("--greedy", action="store_true", help="always the most likely token")
+    parser.add_argument("--device", help="default: an accelerator that the ops have bodies for")
+    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens a step")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object at the end in place of the stream"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Loads, generates, reports. Returns 0."""
+    start = time.perf_counter()
+    import torch
+
+    from flint_kernels.generation import SamplingParams
+    from flint_kernels.loading import load, load_tokenizer
+    from flint_kernels.loading.source import find, read_config
+
+    imported = time.perf_counter()
+    config = read_config(find(arguments.checkpoint))
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        max_new_tokens=arguments.max_new_tokens,
+        stop_token_ids=config.eos_token_ids,
+        greedy=arguments.greedy,
+    )
+    tokenizer = load_tokenizer(arguments.checkpoint)
+    prompt = tokenizer.encode(arguments.prompt, add_special_tokens=False).ids
+    device = torch.device(arguments.device or default_device())
+    # No longer RoPE table than this run needs: at the model's full length it takes 128 MiB.
+    positions = min(len(prompt) + params.max_new_tokens, config.max_position_embeddings)
+    model = load(arguments.checkpoint, device=device, config=config, max_positions=positions)
+    loaded = time.perf_counter()
+
+    stream = None if arguments.json else _write_text
+    completion, first, end = _generate(
+        model, tokenizer, prompt, params, chunk=arguments.chunk, write=stream
+    )
+    count = len(completion.tokens)
+    report = {
+        "checkpoint": arguments.checkpoint,
+        "device": str(device),
+        "prompt": arguments.prompt,
+        "prompt_tokens": len(prompt),
+        "text": tokenizer.decode(completion.tokens),
+        "tokens": completion.tokens,
+        "finish_reason": completion.finish_reason,
+        "seed": completion.seed,
+        "import_seconds": imported - start,
+        "load_seconds": loaded - imported,
+        "first_token_seconds": first - loaded,
+        "tokens_per_second": (count - 1) / (end - first) if count > 1 and end > first else None,
+    }
+    if arguments.json:
+        sys.stdout.write(json.dumps(report) + "\n")
+    else:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        sys.stderr.write(_summary(report, count))
+    return 0
+
+
+def default_device() -> str:
+    """"cuda" where a GPU is there and every op has a body for it, else "cpu"."""
+    import torch
+
+    from flint_kernels.ops import REGISTRY
+
+    served = all("CUDA" in declaration.bodies for declaration in REGISTRY.values())
+    return "cuda" if served and torch.cuda.is_available() else "cpu"
+
+
+def _generate(
+    model: Flint,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    params: Any,
+    *,
+    chunk: int,
+    write: Any,
+) -> tuple[Completion, float, float]:
+    """The completion, and when its first and its last token came."""
+    from flint_kernels.generation import Generation, TextStream
+
+    text = TextStream(tokenizer)
+    generation = Generation(model, [prompt], params, chunk=chunk)
+    first = end = None
+    if write is not None:
+        write(tokenizer.decode(prompt))
+    for _, token in generation:
+        end = time.perf_counter()
+        first = end if first is None else first
+        if write is not None:
+            write(text.push(token))
+    if write is not None:
+        write(text.finish())
+    now = time.perf_counter()  # the first token was a stop token: nothing came
+    return generation.completions()[0], first or now, end or now
+
+
+def _write_text(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _summary(report: dict[str, Any], count: int) -> str:
+    speed = report["tokens_per_second"]
+    rate = "" if speed is None else f", {speed:.1f} tokens/s"
+    return (
+        f"\n{report['checkpoint']} on {report['device']}: loaded in "
+        f"{report['load_seconds']:.2f} s, first token after {report['first_token_seconds']:.2f} s, "
+        f"{count} tokens{rate} (seed {report['seed']}, ended by {report['finish_reason']})\n"
+    )

@@ -1,0 +1,83 @@
+"""How a request's tokens are drawn, and when it ends."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flint_kernels.model import calls
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of one request; the defaults are the model's own.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy.
+        top_p: keeps the most likely tokens that together have this probability; 1: all.
+        top_k: keeps this many tokens; 0: all.
+        seed: of this request's draws, 0 to 2**63 - 1; the same seed, prompt and model give the
+            same text whatever else is in the batch. None: a fresh one for every request.
+        max_new_tokens: after which the request ends.
+        stop_token_ids: a token that ends the request and is not part of its result.
+        greedy: take the most likely token, whatever the other settings say.
+
+    Raises:
+        ValueError: a value out of range, naming it.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 0.95
+    top_k: int = 20
+    seed: int | None = None
+    max_new_tokens: int = 256
+    stop_token_ids: Sequence[int] = ()
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1 (1: all)")
+        _check("top_k", self.top_k, 0 <= self.top_k < 1 << 31, "0 (all) to 2**31 - 1")
+        seeded = self.seed is None or 0 <= self.seed < 1 << 63
+        _check("seed", self.seed, seeded, "0 to 2**63 - 1, or None for a fresh one")
+        _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "1 or more")
+
+    def resolved_seed(self) -> int:
+        """The seed, or a fresh one."""
+        return secrets.randbits(63) if self.seed is None else self.seed
+
+
+class Sampler:
+    """The settings of a batch's rows as tensors on the device, made once a batch."""
+
+    def __init__(
+        self, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device
+    ) -> None:
+        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        temperatures = [0.0 if p.greedy else p.temperature for p in params]
+        self.temperature = column(temperatures, torch.float32)
+        self.top_k = column([p.top_k for p in params], torch.int32)
+        self.top_p = column([p.top_p for p in params], torch.float32)
+        self.seed = torch.tensor(seeds, dtype=torch.int64).to(device, non_blocking=True)
+
+    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Draws one token a row.
+
+        logits [B, V] fp32; positions [B] int64, where each new token will stand: the draw depends
+        on the row's seed and position alone. Returns [B] int64.
+        """
+        return calls.sample(
+            logits, self.temperature, self.top_k, self.top_p, self.seed, positions
+        )
+
+
+def _check(name: str, got: object, fits: bool, want: str) -> None:
+    if not fits:
+        raise ValueError(f"{name}: got {got}; want {want}.")
