@@ -1,0 +1,130 @@
+"""`load`: a checkpoint of any format to a `Flint` on any device.
+
+Three steps, in this order whatever the format: check every tensor of the files against the config;
+make the module, which is when device memory is taken; fill it tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import torch
+
+from flint_kernels.loading import names
+from flint_kernels.loading.checkpoint import Checkpoint
+from flint_kernels.loading.gguf import GGUFCheckpoint
+from flint_kernels.loading.progress import progress_bar
+from flint_kernels.loading.safetensors import SafetensorsCheckpoint
+from flint_kernels.loading.source import Files, Source, find, folder_of, read_config
+from flint_kernels.loading.transfer import Transfer
+from flint_kernels.model.config import FlintConfig
+from flint_kernels.model.flint import Flint
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def load(
+    source: Source,
+    *,
+    device: torch.device | str = "cpu",
+    config: FlintConfig | None = None,
+    max_positions: int | None = None,
+    progress: bool | None = None,
+) -> Flint:
+    """Loads a checkpoint: NVFP4 GGUF, BF16 safetensors or ModelOpt NVFP4 safetensors.
+
+    Host memory beside the module is bounded: the file is mapped, not read, and on its way to an
+    accelerator passes through one buffer of 64 MiB (or one expert, where that is larger).
+
+    Args:
+        source: "flint-tiny" or "flint-tiny-bf16" (they come with the package), a .gguf or
+            .safetensors file, or a folder with one .gguf file or with safetensors.
+        device: where the module's tensors are to be.
+        config: the model's shape; None: the config.json beside the weights.
+        max_positions: the longest request to be served, see `Flint`; None: the config's.
+        progress: whether to show a bar on stderr; None: where stderr is a terminal.
+
+    Raises:
+        FileNotFoundError, OSError: a file is not there or cannot be read.
+        ValueError: the files do not fit the config or are damaged, naming tensor, type and
+            expectation, ten tensors at most. All of it is found before device memory is taken,
+            but for a block scale of 0xFF in a GGUF file, which shows when its tensor is read.
+        TypeError: what FlintConfig raises for a wrong field.
+    """
+    files = find(source)
+    config = read_config(files) if config is None else config
+    with closing(open_checkpoint(files, config)) as checkpoint:
+        weight_format = checkpoint.weight_format
+        check_map(config, Flint(config, weight_format, "meta", max_positions))
+        model = allocate(config, weight_format, device, max_positions)
+        _fill(model, checkpoint, progress)
+    return model
+
+
+def open_checkpoint(files: Files, config: FlintConfig) -> Checkpoint:
+    """The files, checked against the config; no weight is read yet."""
+    if files.is_gguf:
+        return GGUFCheckpoint(files.weights[0], config)
+    return SafetensorsCheckpoint(files.weights, files.path, config)
+
+
+def check_map(config: FlintConfig, module: Flint) -> None:
+    """Holds the name map against a module on the meta device: each value has its place, once.
+
+    Raises RuntimeError where they differ, which would be a fault of this package.
+    """
+    parameters = dict(module.named_parameters())
+    values = dict.fromkeys(parameters, 0)
+    for tensor in names.checkpoint_tensors(config):
+        target = tensor.target
+        for path, view in target.views(parameters, module.weight_format).items():
+            values[path] += view.numel()
+    wrong = [path for path, count in values.items() if count != parameters[path].numel()]
+    if wrong:
+        raise RuntimeError(
+            f"loading: got names for {values[wrong[0]]} values of {wrong[0]}, want all "
+            f"{parameters[wrong[0]].numel()}; report this as a fault of flint_kernels"
+        )
+
+
+def allocate(
+    config: FlintConfig,
+    weight_format: str,
+    device: torch.device | str,
+    max_positions: int | None,
+) -> Flint:
+    """The one place of the loaders that takes device memory."""
+    return Flint(config, weight_format, device, max_positions)
+
+
+def _fill(model: Flint, checkpoint: Checkpoint, progress: bool | None) -> None:
+    transfer = Transfer(model)
+    with progress_bar(checkpoint, progress) as advance:
+        for n_bytes in checkpoint.read(transfer):
+            advance(n_bytes)
+
+
+def load_tokenizer(source: Source) -> Tokenizer:
+    """The tokenizer.json beside the weights of `source` (anything that `load` takes).
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    path = folder_of(source) / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: got no such file, want the tokenizer.json of the model; fetch it from the "
+            "BF16 checkpoint"
+        )
+    try:
+        tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exceptions
+        raise ValueError(
+            f"{path}: got a file that is no tokenizer ({error}); fetch it again"
+        ) from error
+    return tokenizer

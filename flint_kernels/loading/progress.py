@@ -1,0 +1,31 @@
+"""A progress bar on stderr, for whoever looks at one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flint_kernels.loading.checkpoint import Checkpoint
+
+
+@contextmanager
+def progress_bar(checkpoint: Checkpoint, show: bool | None) -> Iterator[Callable[[int], object]]:
+    """Gives a function that is told the bytes done; `show` None: where stderr is a terminal."""
+    if show is None:
+        show = sys.stderr.isatty()
+    if not show:
+        yield lambda n_bytes: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(
+        total=checkpoint.n_bytes,
+        desc=checkpoint.source.name,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+    ) as bar:
+        yield bar.update
