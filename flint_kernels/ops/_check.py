@@ -149,3 +149,10 @@ class Checker:
                 f"shape {list(k_cache.shape)}, that of k_cache",
                 "Both caches are [blocks, page_size, kv_heads, head_dim].",
             )
+        if 0 in k_cache.shape[1:]:
+            self.fail(
+                "k_cache",
+                f"shape {list(k_cache.shape)}",
+                "a page_size, kv_heads and head_dim of 1 or more",
+                "Only the number of blocks may be 0.",
+            )

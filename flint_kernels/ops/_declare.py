@@ -93,8 +93,9 @@ def op(
     """Declare `flint::<schema>`; the decorated function checks arguments and returns `Spec`s.
 
     `outputs` names the returned tensors, which are the out-variant's keyword arguments. `values`
-    checks what only the data shows (an id, a position); it runs on the CPU always, and elsewhere
-    when the environment variable FLINT_KERNELS_CHECK_VALUES is set.
+    takes the op's name and its arguments and checks what only the data shows (an id, a position);
+    it runs on the CPU always, and elsewhere when the environment variable
+    FLINT_KERNELS_CHECK_VALUES is set.
     """
 
     def wrap(infer: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +166,7 @@ def _check_values(declaration: Declaration, bound: dict[str, Any]) -> None:
                 f"flint::{declaration.name}: {VALUE_CHECKS_VARIABLE} is set, and values cannot be "
                 "read back while a CUDA graph is captured; unset it for the capture."
             )
-    declaration.values(**bound)
+    declaration.values(declaration.name, **bound)
 
 
 def _returned(results: tuple[torch.Tensor, ...]) -> Any:

@@ -9,7 +9,10 @@ from flint_kernels.ops._declare import Spec, op
 from flint_kernels.ops.workspace import check_workspace
 
 
-def _check_heads(check: Checker, heads: int, kv_heads: int) -> None:
+def _check_heads(check: Checker, q: torch.Tensor, kv_heads: int) -> None:
+    heads = q.shape[1]
+    if q.shape[2] == 0:
+        check.fail("q", f"shape {list(q.shape)}", "a head_dim of 1 or more", "Nothing to attend by.")
     if kv_heads == 0 or heads % kv_heads != 0:
         check.fail(
             "q",
@@ -38,9 +41,12 @@ def check_table_values(
     lengths: torch.Tensor,
     lengths_name: str,
     cache: torch.Tensor,
-    window: int,
+    seen: int | None,
 ) -> None:
-    """Lengths within the table, and every page that will be read within the cache."""
+    """Lengths within the table, and every page that will be read within the cache.
+
+    Of a request's tokens the last `seen` are read, or all where it is None.
+    """
     check = Checker(name, lengths_name, lengths)
     blocks, page = cache.shape[0], cache.shape[1]
     rows = lengths.tolist()
@@ -52,9 +58,9 @@ def check_table_values(
                 f"0 to {block_table.shape[1] * page} (table width x page size)",
                 "Widen block_table, or shorten the request.",
             )
-        if length == 0:
+        if length == 0 or seen == 0:
             continue
-        first = max(0, length - window) // page if window > 0 else 0
+        first = max(0, length - seen) // page if seen is not None else 0
         used = block_table[row, first : (length - 1) // page + 1]
         low, high = (int(v) for v in used.aminmax())
         if low < 0 or high >= blocks:
@@ -67,13 +73,14 @@ def check_table_values(
 
 
 def _decode_values(
+    name: str,
     k_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     window: int,
     **_: object,
 ) -> None:
-    check_table_values("attention_decode", block_table, seq_lens, "seq_lens", k_cache, window)
+    check_table_values(name, block_table, seq_lens, "seq_lens", k_cache, window or None)
 
 
 @op(
@@ -125,7 +132,7 @@ def attention_decode(
     check.tensor("q", q, ACTIVATIONS, [None, None, None])
     check.paged_cache(k_cache, v_cache, q)
     check.tensor("q", q, ACTIVATIONS, [None, None, k_cache.shape[3]])
-    _check_heads(check, q.shape[1], k_cache.shape[2])
+    _check_heads(check, q, k_cache.shape[2])
     check.tensor("block_table", block_table, INT32, [q.shape[0], None])
     check.tensor("seq_lens", seq_lens, INT32, [q.shape[0]])
     _check_options(check, q.shape[1], sinks, window, scale)
@@ -134,6 +141,7 @@ def attention_decode(
 
 
 def _prefill_values(
+    name: str,
     q: torch.Tensor,
     cu_seqlens: torch.Tensor,
     k_cache: torch.Tensor | None,
@@ -143,7 +151,7 @@ def _prefill_values(
     max_query_len: int | None,
     **_: object,
 ) -> None:
-    check = Checker("attention_prefill", "q", q)
+    check = Checker(name, "q", q)
     bounds = cu_seqlens.tolist()
     lengths = [after - before for before, after in zip(bounds, bounds[1:], strict=False)]
     if bounds[0] != 0 or bounds[-1] != q.shape[0] or any(length < 0 for length in lengths):
@@ -159,10 +167,8 @@ def _prefill_values(
         )
     if k_cache is not None and block_table is not None and context_lens is not None:
         # The first query of a chunk sees window - 1 tokens of the past.
-        seen = window - 1 if window > 1 else window
-        check_table_values(
-            "attention_prefill", block_table, context_lens, "context_lens", k_cache, seen
-        )
+        seen = window - 1 if window > 0 else None
+        check_table_values(name, block_table, context_lens, "context_lens", k_cache, seen)
 
 
 @op(
@@ -215,7 +221,7 @@ def attention_prefill(
     check.tensor("q", q, ACTIVATIONS, [None, None, None])
     check.tensor("k", k, (q.dtype,), [q.shape[0], None, q.shape[2]])
     check.tensor("v", v, (q.dtype,), list(k.shape))
-    _check_heads(check, q.shape[1], k.shape[1])
+    _check_heads(check, q, k.shape[1])
     check.tensor("cu_seqlens", cu_seqlens, INT32, [None])
     if cu_seqlens.shape[0] < 1:
         check.fail("cu_seqlens", "no offsets", "B + 1 offsets", "Without requests pass [0].")

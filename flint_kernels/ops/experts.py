@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flint_kernels.ops._check import ACTIVATIONS, FLOAT, INT32, Checker
+from flint_kernels.ops._check import ACTIVATIONS, CODES, FLOAT, INT32, Checker
 from flint_kernels.ops._declare import Spec, op
 from flint_kernels.ops.workspace import check_workspace
 
@@ -66,12 +66,8 @@ def check_expert_ids(name: str, topk_ids: torch.Tensor, experts: int) -> None:
         )
 
 
-def _nvfp4_values(topk_ids: torch.Tensor, w13: torch.Tensor, **_: object) -> None:
-    check_expert_ids("nvfp4_routed_experts", topk_ids, w13.shape[0])
-
-
-def _bf16_values(topk_ids: torch.Tensor, w13: torch.Tensor, **_: object) -> None:
-    check_expert_ids("bf16_routed_experts", topk_ids, w13.shape[0])
+def _values(name: str, topk_ids: torch.Tensor, w13: torch.Tensor, **_: object) -> None:
+    check_expert_ids(name, topk_ids, w13.shape[0])
 
 
 def _check_tokens(check: Checker, x: torch.Tensor, shared_output: torch.Tensor | None) -> None:
@@ -98,7 +94,7 @@ def check_pair(check: Checker, w13: torch.Tensor, w2_in: int) -> int:
     "Tensor w2, Tensor w2_scale, Tensor w2_scale_2, Tensor? shared_output=None, *, "
     "Tensor(a!)? workspace=None, bool enable_pdl=False) -> Tensor",
     outputs=("out",),
-    values=_nvfp4_values,
+    values=_values,
 )
 def nvfp4_routed_experts(
     x: torch.Tensor,
@@ -141,10 +137,9 @@ def nvfp4_routed_experts(
     _check_tokens(check, x, shared_output)
     check_routing(check, x, topk_weights, topk_ids)
     hidden = x.shape[1]
-    check.nvfp4(
-        "w13", w13, w13_scale, w13_scale_2, [None, None], hidden, [[w13.shape[0], 2]]
-    )
-    check.tensor("w2", w2, (torch.uint8,), [w13.shape[0], hidden, None])
+    check.tensor("w13", w13, CODES, [None, None, None])
+    check.nvfp4("w13", w13, w13_scale, w13_scale_2, [None, None], hidden, [[w13.shape[0], 2]])
+    check.tensor("w2", w2, CODES, [w13.shape[0], hidden, None])
     intermediate = check_pair(check, w13, w2.shape[2] * 2)
     check.nvfp4(
         "w2", w2, w2_scale, w2_scale_2, [w13.shape[0], hidden], intermediate, [[w13.shape[0]]]
@@ -157,7 +152,7 @@ def nvfp4_routed_experts(
     "bf16_routed_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, "
     "Tensor? shared_output=None, *, Tensor(a!)? workspace=None, bool enable_pdl=False) -> Tensor",
     outputs=("out",),
-    values=_bf16_values,
+    values=_values,
 )
 def bf16_routed_experts(
     x: torch.Tensor,

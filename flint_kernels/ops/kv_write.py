@@ -84,17 +84,20 @@ def check_slot_values(
 
 
 def _values(
+    name: str,
     cos_sin: torch.Tensor | None,
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     **_: object,
 ) -> None:
-    check_slot_values("qk_norm_rope_kv_write", cos_sin, positions, slot_mapping, k_cache)
+    check_slot_values(name, cos_sin, positions, slot_mapping, k_cache)
 
 
-def _write_values(slot_mapping: torch.Tensor, k_cache: torch.Tensor, **_: object) -> None:
-    check_slot_values("kv_cache_write", None, None, slot_mapping, k_cache)
+def _write_values(
+    name: str, slot_mapping: torch.Tensor, k_cache: torch.Tensor, **_: object
+) -> None:
+    check_slot_values(name, None, None, slot_mapping, k_cache)
 
 
 @op(

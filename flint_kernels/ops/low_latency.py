@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from flint_kernels.ops._check import ACTIVATIONS, Checker
+from flint_kernels.ops._check import ACTIVATIONS, CODES, Checker
 from flint_kernels.ops._declare import Spec, op
 from flint_kernels.ops.experts import (
     check_expert_ids,
@@ -24,13 +24,14 @@ from flint_kernels.ops.workspace import check_workspace
 
 
 def _qkv_values(
+    name: str,
     cos_sin: torch.Tensor | None,
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     **_: object,
 ) -> None:
-    check_slot_values("qkv_norm_rope_kv_write", cos_sin, positions, slot_mapping, k_cache)
+    check_slot_values(name, cos_sin, positions, slot_mapping, k_cache)
 
 
 def _query_heads(check: Checker, rows: int, k_cache: torch.Tensor) -> int:
@@ -191,12 +192,12 @@ def fused_add_rms_norm_router_topk(
     return rows, rows, Spec(chosen, torch.float32), Spec(chosen, torch.int32)
 
 
-def _gate_up_values(topk_ids: torch.Tensor, w13: torch.Tensor, **_: object) -> None:
-    check_expert_ids("moe_gate_up", topk_ids, w13.shape[0])
+def _gate_up_values(name: str, topk_ids: torch.Tensor, w13: torch.Tensor, **_: object) -> None:
+    check_expert_ids(name, topk_ids, w13.shape[0])
 
 
-def _down_values(topk_ids: torch.Tensor, w2: torch.Tensor, **_: object) -> None:
-    check_expert_ids("moe_down", topk_ids, w2.shape[0])
+def _down_values(name: str, topk_ids: torch.Tensor, w2: torch.Tensor, **_: object) -> None:
+    check_expert_ids(name, topk_ids, w2.shape[0])
 
 
 def _acts(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, shared: torch.Tensor) -> tuple[Spec, Spec]:
@@ -254,6 +255,7 @@ def nvfp4_moe_gate_up(
     check.tensor("x", x, ACTIVATIONS, [None, None])
     check_routing(check, x, None, topk_ids)
     hidden = x.shape[1]
+    check.tensor("w13", w13, CODES, [None, None, None])
     check.nvfp4("w13", w13, w13_scale, w13_scale_2, [None, None], hidden, [[w13.shape[0], 2]])
     check.nvfp4(
         "shared_w13",
@@ -361,9 +363,9 @@ def nvfp4_moe_down(
     """
     check = Checker("nvfp4_moe_down", "routed_act", routed_act)
     _check_acts(check, routed_act, shared_act, topk_weights, topk_ids)
-    experts = w2.shape[0] if w2.dim() > 0 else 0
+    check.tensor("w2", w2, CODES, [None, None, None])
     check.nvfp4(
-        "w2", w2, w2_scale, w2_scale_2, [None, None], routed_act.shape[2], [[experts]]
+        "w2", w2, w2_scale, w2_scale_2, [None, None], routed_act.shape[2], [[w2.shape[0]]]
     )
     check.nvfp4(
         "shared_w2",

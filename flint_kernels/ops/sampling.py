@@ -9,13 +9,14 @@ from flint_kernels.ops._declare import Spec, op
 
 
 def _values(
+    name: str,
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     **_: object,
 ) -> None:
-    check = Checker("sample", "logits", logits)
+    check = Checker(name, "logits", logits)
     if logits.shape[0] == 0:
         return
     if not bool(((temperature >= 0) & torch.isfinite(temperature)).all()):
