@@ -48,7 +48,8 @@ def expand_nvfp4(weight: torch.Tensor, scale: torch.Tensor) -> Expand:
 
 def expand_bf16(weight: torch.Tensor) -> Expand:
     def expand(experts: list[int]) -> torch.Tensor:
-        return weight[torch.tensor(experts, device=weight.device)].to(torch.float32)
+        chosen = weight[torch.tensor(experts, device=weight.device)]
+        return chosen.to(torch.float32, memory_format=torch.contiguous_format)
 
     return expand
 

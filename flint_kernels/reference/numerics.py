@@ -16,7 +16,8 @@ import torch
 
 def matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [M, K] times weight [N, K] transposed -> [M, N] fp32, accumulated in fp32."""
-    weight = weight.to(torch.float32)
+    # Contiguous: BLAS sums a transposed weight in another order.
+    weight = weight.to(torch.float32, memory_format=torch.contiguous_format)
     if x.dtype == torch.float32:
         return x @ weight.T
     rows = [torch.mv(weight, row) for row in aligned_rows(x)]

@@ -7,10 +7,12 @@ import torch
 _MASK = 0xFFFFFFFF
 
 
-def philox_4x32_10(key: int, counter: int) -> tuple[int, int, int, int]:
-    """Philox4x32-10 (Salmon et al., SC11): 64-bit key, 64-bit counter in the two low words."""
-    k0, k1 = key & _MASK, (key >> 32) & _MASK
-    c0, c1, c2, c3 = counter & _MASK, (counter >> 32) & _MASK, 0, 0
+def philox_4x32_10(
+    key: tuple[int, int], counter: tuple[int, int, int, int]
+) -> tuple[int, int, int, int]:
+    """Philox4x32-10 (Salmon et al., SC11) of 32-bit words, the lowest first."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
     for _ in range(10):
         low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (
@@ -25,7 +27,8 @@ def philox_4x32_10(key: int, counter: int) -> tuple[int, int, int, int]:
 
 def uniform(seed: int, offset: int) -> float:
     """53 random bits in [0, 1), the same on every machine."""
-    x0, x1, _, _ = philox_4x32_10(seed, offset)
+    key = seed & _MASK, (seed >> 32) & _MASK
+    x0, x1, _, _ = philox_4x32_10(key, (offset & _MASK, (offset >> 32) & _MASK, 0, 0))
     return ((x0 >> 5) * 2.0**26 + (x1 >> 6)) / 2.0**53
 
 
@@ -63,7 +66,8 @@ def _sample_row(
     probabilities = torch.exp(scaled - scaled[0])
     probabilities = probabilities / probabilities.sum()
     cumulative = probabilities.cumsum(0)
-    kept = int(((cumulative - probabilities) < top_p).sum())
+    # The sum before a candidate, not `cumulative - probabilities`, which rounds once more.
+    kept = 1 + int((cumulative[:-1] < top_p).sum())
     target = uniform(seed, offset) * float(cumulative[kept - 1])
     chosen = int((cumulative[:kept] <= target).sum())
     return int(ids[min(chosen, kept - 1)])
