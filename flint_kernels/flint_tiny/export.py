@@ -3,7 +3,7 @@
     python -m flint_kernels.flint_tiny.export --data build/flint_tiny --run build/flint_tiny_run \\
         [--output flint_kernels/flint_tiny/checkpoint]
 
-writes, 13.6 MB in all,
+writes, 13.8 MB in all,
 
     bf16/   model.safetensors       config.json generation_config.json tokenizer(_config).json
     nvfp4/  flint-tiny-nvfp4.gguf   the same four

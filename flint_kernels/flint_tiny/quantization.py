@@ -54,12 +54,16 @@ def fake_quantize(weights: list[Tensor]) -> list[Tensor]:
         # In this order as `dequantize` has it: the first product is exact, the second rounds.
         values = torch.copysign(magnitude, blocks) * scale * spread
     quantized = values.split([w.numel() // BLOCK_VALUES for w in weights])
-    return [StraightThrough.apply(w, q.view_as(w)) for w, q in zip(weights, quantized, strict=True)]
+    return [straight_through(w, q.view_as(w)) for w, q in zip(weights, quantized, strict=True)]
 
 
-class StraightThrough(torch.autograd.Function):
-    """Forward: the rounded value, to the bit; backward: the gradient goes to the unrounded one."""
+def straight_through(value: Tensor, rounded: Tensor) -> Tensor:
+    """`rounded`, to the bit; its gradient goes to `value`."""
+    result: Tensor = _StraightThrough.apply(value, rounded)  # type: ignore[no-untyped-call]
+    return result
 
+
+class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, rounded: Tensor) -> Tensor:
         return rounded.clone()
@@ -78,7 +82,7 @@ def student_parameters(parameters: Parameters) -> Parameters:
     values = fake_quantize([parameters[name] for name in names])
     student = dict(zip(names, values, strict=True))
     return {
-        name: student[name] if name in student else StraightThrough.apply(value, as_bf16(value))
+        name: student[name] if name in student else straight_through(value, as_bf16(value))
         for name, value in parameters.items()
     }
 

@@ -191,7 +191,8 @@ def trainable(parameters: Parameters) -> Parameters:
 
 def make_optimizer(parameters: Parameters, weight_decay: float) -> torch.optim.Optimizer:
     """AdamW; norms, sinks and the embedding do not decay."""
-    decaying, others = [], []
+    decaying: list[Tensor] = []
+    others: list[Tensor] = []
     for name, value in parameters.items():
         decays = value.dim() > 1 and name != "model.embed_tokens.weight"
         (decaying if decays else others).append(value)
