@@ -18,7 +18,8 @@ FINITE_SCALES = E4M3_BYTES[(E4M3_BYTES & 0x7F) != 0x7F]
 
 def e2m1_values() -> np.ndarray:
     """The 16 values, from ml_dtypes."""
-    return np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    codes = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+    return np.asarray(codes, dtype=np.float64)
 
 
 def random_modelopt(
@@ -38,7 +39,7 @@ def oracle_values(weight: torch.Tensor, scale: torch.Tensor) -> np.ndarray:
     raw = weight.numpy()
     codes = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1)
     scales = scale.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    return e2m1_values()[codes] * np.repeat(scales, 16, axis=-1)
+    return np.asarray(e2m1_values()[codes] * np.repeat(scales, 16, axis=-1))
 
 
 # ------------------------------------------------------------------------- dequantise
