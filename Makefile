@@ -45,7 +45,7 @@ DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 .PHONY: demo test lint format docs bench clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
-	$(PY) -m flint_kernels.cli generate flint-tiny --prompt $$'def read_lines(path):\n' --max-new-tokens 200
+	$(PY) -m flint_kernels.cli generate flint-tiny --seed 0
 
 test: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest $(PYTEST_ARGS)
@@ -94,9 +94,10 @@ $(STAMPS)/dev: $(STAMPS)/torch $(PACKAGE_INPUTS)
 
 # Remembers what was asked for, so that another TORCH= installs anew and the same one does not.
 $(STAMPS)/torch: $(STAMPS)/environment FORCE
-	wanted='$(TORCH) '"$$(cat requirements.txt)"; \
+	@wanted='$(TORCH) '"$$(cat requirements.txt)"; \
 	if [ "$$(cat $@ 2>/dev/null)" != "$$wanted" ]; then \
-	  echo 'Installing the build requirements and torch into $(or $(strip $(VENV)),$(PYTHON)) ...'; \
+	  echo 'Installing the build requirements and torch into $(or $(strip $(VENV)),$(PYTHON)):' \
+	       'minutes where torch has to be downloaded'; \
 	  $(PIP) install --quiet $(BUILD_REQUIREMENTS) $(TORCH); \
 	  printf '%s\n' "$$wanted" > $@; \
 	fi

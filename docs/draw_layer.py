@@ -190,6 +190,9 @@ def drawing() -> str:
     rows = kernels(config)
     total = sum(kernel.weight_bytes for kernel in rows)
     height = box_top(len(rows) - 1) + BOX_HEIGHT + GAP + 44
+    note = (
+        f"M requests, one token each. Orange: weights read, {amount(total)} in all for one request."
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" role="img">',
@@ -201,19 +204,15 @@ def drawing() -> str:
         marker("kv-arrow", "#5a9a6e"),
         "</defs>",
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
-        text(BOX_X, 34, "title", "One Mixture-of-Experts layer at decode: seven ops"),
-        text(BOX_X, 54, "note", f"M requests, one token each. Orange: weights read, {amount(total)} "
-             "in all for one request (NVFP4)."),
-    ]  # fmt: skip
+        text(BOX_X, 34, "title", "One Mixture-of-Experts layer at decode, NVFP4: seven ops"),
+        text(BOX_X, 54, "note", note),
+    ]
     parts += draw_residual(len(rows))
     parts += draw_cache(config)
     for index, kernel in enumerate(rows):
         parts += draw_kernel(index, kernel, index == len(rows) - 1)
-    parts.append(
-        text(BOX_X, height - 20, "note",
-             "A dense layer is seven ops too: 5 is fused_add_rms_norm, 6 "
-             "nvfp4_linear_silu_and_mul, 7 nvfp4_linear.")
-    )  # fmt: skip
+    dense = "5 fused_add_rms_norm, 6 nvfp4_linear_silu_and_mul, 7 nvfp4_linear"
+    parts.append(text(BOX_X, height - 20, "note", f"A dense layer is seven ops too: {dense}."))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

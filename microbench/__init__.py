@@ -1,0 +1,1 @@
+"""Benchmarks, and the tables that are made of their rows."""

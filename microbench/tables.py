@@ -1,0 +1,156 @@
+"""Writes the tables of the documents from the rows under docs/results.
+
+    python -m microbench.tables
+
+A table stands in a Markdown file between `<!-- table: NAME -->` and `<!-- end of table -->`, and
+`TABLES` names the function that makes it. A figure that is not in a row is not in a table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+TRAINING_LOG = ROOT / "flint_kernels" / "flint_tiny" / "checkpoint" / "training_log.json"
+
+REGION = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+NOT_MEASURED = "*Not measured in this version.*"
+
+Row = dict[str, Any]
+
+CHECKPOINTS = {"nvfp4": "NVFP4", "bf16": "BF16"}
+
+
+def documents() -> list[Path]:
+    """The files that may hold tables."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def updated(text: str) -> str:
+    """`text` with every table made anew; KeyError for a name that `TABLES` does not have."""
+    return REGION.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def read(gpu: str, name: str) -> tuple[dict[str, Any], list[Row]]:
+    """meta and rows of docs/results/<gpu>/<name>.json; empty where there is no such file."""
+    path = RESULTS / gpu / f"{name}.json"
+    if not path.is_file():
+        return {}, []
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content["meta"], content["rows"]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def conditions(meta: dict[str, Any]) -> str:
+    """Where and when the rows above were measured, in one line."""
+    said = (f"{name} {value}" for name, value in sorted(meta.items()) if value not in ("", None))
+    return f"\n\n({'; '.join(said)})"
+
+
+def figure(row: Row) -> str:
+    return f"{row['median']:.3g} ({row['p20']:.3g}–{row['p80']:.3g})"
+
+
+def cpu() -> str:
+    """Import, first token and decode speed on the CPU path."""
+    meta: dict[str, Any] = {}
+    lines = []
+    for name in ("import", "generate"):
+        found, rows = read("cpu", name)
+        meta = meta or found
+        for row in rows:
+            what = {
+                "s": "`import flint_kernels` beyond torch, seconds",
+                "first_token_s": f"{row['case']}: first token after loading, seconds",
+                "tok/s": f"{row['case']}: decode, tokens/s",
+            }[row["metric"]]
+            lines.append([what, CHECKPOINTS.get(row["checkpoint"], ""), figure(row)])
+    if not lines:
+        return NOT_MEASURED
+    head = ["on the CPU path", "checkpoint", "median (20th–80th percentile)"]
+    return markdown(head, lines) + conditions(meta)
+
+
+def validate() -> str:
+    """Perplexity and distance from the FP32 forward, a line for each path and checkpoint."""
+    meta, rows = read("cpu", "validate")
+    if not rows:
+        return NOT_MEASURED
+    metrics = ("ppl", "kl_mean", "kl_max", "top1")
+    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((row["case"], row["checkpoint"]), {})[row["metric"]] = row
+    lines = [
+        [case, CHECKPOINTS[checkpoint], *(significant(found.get(metric)) for metric in metrics)]
+        for (case, checkpoint), found in cells.items()
+    ]
+    head = ["case", "checkpoint", "perplexity", "mean KL to FP32", "max KL", "top-1 agreement"]
+    return markdown(head, lines) + conditions(meta)
+
+
+def significant(row: Row | None) -> str:
+    return "" if row is None else f"{row['median']:.4g}"
+
+
+def training() -> str:
+    """flint-tiny's held-out loss while it was trained, and the final figures."""
+    if not TRAINING_LOG.is_file():
+        return NOT_MEASURED
+    log = json.loads(TRAINING_LOG.read_text(encoding="utf-8"))
+    lines = []
+    for stage, title in (("training", "BF16"), ("distillation", "NVFP4, BF16 as teacher")):
+        for point in thinned(log[stage], 8):
+            lines.append(
+                [
+                    title,
+                    str(point["step"]),
+                    f"{point['tokens'] / 1e6:.1f} M",
+                    f"{point['validation_loss']:.4f}",
+                    f"{point['held_out_loss']:.4f}",
+                ]
+            )
+    head = ["stage", "step", "tokens", "validation loss", "held-out loss"]
+    final = log["final"]
+    files = {name: parts for name, parts in final.items() if name in (*CHECKPOINTS, "fp32_master")}
+    perplexities = [
+        [name, *(f"{parts[part]['perplexity']:.3f}" for part in ("validation", "held_out"))]
+        for name, parts in files.items()
+    ]
+    ratio = final["nvfp4_over_bf16_held_out_perplexity"]
+    return "\n\n".join(
+        [
+            markdown(head, lines),
+            markdown(["final weights", "validation ppl", "held-out ppl"], perplexities),
+            f"NVFP4's held-out perplexity is {ratio:.4f} times that of BF16.",
+        ]
+    )
+
+
+def thinned(points: list[Row], count: int) -> list[Row]:
+    """At most `count` of the points, the first and the last among them."""
+    if len(points) <= count:
+        return points
+    steps = [index * (len(points) - 1) // (count - 1) for index in range(count)]
+    return [points[step] for step in steps]
+
+
+TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "training": training, "validate": validate}
+
+
+def main() -> None:
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        path.write_text(updated(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
