@@ -121,8 +121,5 @@ def _summary(problems: list[str], source: Path) -> str:
     count = "1 tensor does" if len(problems) == 1 else f"{len(problems)} tensors do"
     shown = problems[:SHOWN_PROBLEMS]
     more = [f"... and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
-    return "\n  ".join(
-        [f"{source}: {count} not fit the config; is config.json that of this checkpoint?"]
-        + shown
-        + more
-    )
+    head = f"{source}: {count} not fit the config; is config.json that of this checkpoint?"
+    return "\n  ".join((head, *shown, *more))

@@ -117,7 +117,9 @@ def checkpoint_tensors(config: FlintConfig) -> Iterator[CheckpointTensor]:
         yield plain(f"{hf}.{norm}", f"{gguf}.ffn_norm.weight", f"{module}.{norm}", hidden)
         module, hf = f"{module}.mlp", f"{hf}.mlp"
         if config.is_dense(layer):
-            yield from _swiglu(module, hf, gguf, "", hidden, config.intermediate_size)
+            yield from _swiglu(
+                module, hf, gguf, suffix="", hidden=hidden, width=config.intermediate_size
+            )
             continue
         router = (config.num_experts, hidden)
         yield plain(
@@ -128,9 +130,9 @@ def checkpoint_tensors(config: FlintConfig) -> Iterator[CheckpointTensor]:
             f"{module}.shared_expert",
             f"{hf}.shared_expert",
             gguf,
-            "_shexp",
-            hidden,
-            config.shared_expert_intermediate_size,
+            suffix="_shexp",
+            hidden=hidden,
+            width=config.shared_expert_intermediate_size,
         )
     yield plain("model.norm.weight", "output_norm.weight", "norm.weight", hidden)
     yield CheckpointTensor(
@@ -138,9 +140,7 @@ def checkpoint_tensors(config: FlintConfig) -> Iterator[CheckpointTensor]:
     )
 
 
-def _attention(
-    config: FlintConfig, module: str, hf: str, gguf: str
-) -> Iterator[CheckpointTensor]:
+def _attention(config: FlintConfig, module: str, hf: str, gguf: str) -> Iterator[CheckpointTensor]:
     module, hf = f"{module}.self_attn", f"{hf}.self_attn"
     first = 0
     for shard, (letter, rows) in enumerate(zip("qkv", config.qkv_sizes, strict=True)):
@@ -155,19 +155,23 @@ def _attention(
         yield CheckpointTensor(f"{hf}.{name}", f"{gguf}.attn_{name}", target)
     target = Target(f"{module}.sinks", Kind.FP32, (config.num_attention_heads,))
     yield CheckpointTensor(f"{hf}.softmax_offset", f"{gguf}.attn_sinks.weight", target)
-    target = Target(f"{module}.o_proj.weight", Kind.LINEAR, (config.hidden_size, config.qkv_sizes[0]))
+    target = Target(
+        f"{module}.o_proj.weight", Kind.LINEAR, (config.hidden_size, config.qkv_sizes[0])
+    )
     yield CheckpointTensor(f"{hf}.o_proj.weight", f"{gguf}.attn_output.weight", target)
 
 
 def _swiglu(
-    module: str, hf: str, gguf: str, suffix: str, hidden: int, width: int
+    module: str, hf: str, gguf: str, *, suffix: str, hidden: int, width: int
 ) -> Iterator[CheckpointTensor]:
     """A dense MLP or the shared expert: gate and up fused, down alone."""
     for shard, part in enumerate(("gate", "up")):
         target = Target(
             f"{module}.gate_up_proj.weight", Kind.LINEAR, (width, hidden), shard * width, shard
         )
-        yield CheckpointTensor(f"{hf}.{part}_proj.weight", f"{gguf}.ffn_{part}{suffix}.weight", target)
+        yield CheckpointTensor(
+            f"{hf}.{part}_proj.weight", f"{gguf}.ffn_{part}{suffix}.weight", target
+        )
     target = Target(f"{module}.down_proj.weight", Kind.LINEAR, (hidden, width))
     yield CheckpointTensor(f"{hf}.down_proj.weight", f"{gguf}.ffn_down{suffix}.weight", target)
 

@@ -98,7 +98,7 @@ class _Shard:
             self._file: Any = safe_open(str(path), framework="pt", device="cpu")
         except SafetensorError as error:
             raise ValueError(
-                f"{path}: got a damaged safetensors file ({error}), want a whole one; fetch it again"
+                f"{path}: got a damaged safetensors file ({error}); fetch it again"
             ) from error
 
     def found(self) -> Iterator[Found]:
@@ -167,7 +167,13 @@ def shard_files(folder: Path) -> list[Path]:
         raise ValueError(
             f"{index}: got no 'weight_map', want an object of tensor names and file names"
         )
-    return [_shard_path(folder, index, name) for name in dict.fromkeys(weight_map.values())]
+    files: dict[Path, None] = {}
+    for name in weight_map.values():
+        files[_shard_path(folder, index, name)] = None
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: got no such file, but {index} names it; fetch it")
+    return list(files)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -187,10 +193,7 @@ def _shard_path(folder: Path, index: Path, name: object) -> Path:
             f"{index}: got the shard name {name!r}, want the plain name of a .safetensors file in "
             "the same folder; do not use this checkpoint"
         )
-    path = folder / str(name)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: got no such file, but {index} names it; fetch it")
-    return path
+    return folder / str(name)
 
 
 def _refuse_hopeless(config: FlintConfig, found: int, source: Path) -> None:

@@ -96,7 +96,9 @@ def _weights(folder: Path) -> tuple[Path, ...]:
     if has_index:
         return tuple(shard_files(folder))
     if len(safetensors) > 1:
-        remedy = f".safetensors file, or shards with a {INDEX_NAME}; name the file, or fetch the index"
+        remedy = (
+            f".safetensors file, or shards with a {INDEX_NAME}; name the file, or fetch the index"
+        )
         raise ValueError(_ambiguous(folder, safetensors, remedy))
     if not safetensors:
         raise FileNotFoundError(

@@ -3,8 +3,9 @@
 For measuring and testing at any size: NVFP4 codes and scales are drawn in packed form, in place, so
 that the full model needs no memory beside its own. The values are chosen so that the model behaves
 like a trained one where kernels could tell the difference: logits have a standard deviation of
-about 3, all experts are used, attention is selective, layers matter as much as the embedding, and
-every tensor (expert, shard) has a global scale of its own.
+about 3, all experts are used, attention is selective, the layers matter, and every tensor (expert,
+shard) has a global scale of its own. And it is as well conditioned as a trained one: BF16 and FP32
+agree on the top token of some 95% of positions (measured at 14 layers).
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ LOGIT_STD = 3.0
 
 # Block scales 0.5 to 1.875: two binades with every significand.
 _SCALE_BYTES = (0x30, 0x40)
-# Means of q_norm and k_norm: attention logits get a standard deviation of 1.5^2, so that some keys
+# Mean of q_norm and k_norm: attention logits get a standard deviation of 1.25^2, so that some keys
 # out of a window of hundreds stand out. Norm weights of one would average all of them away.
-_QK_NORM = 1.5
+_QK_NORM = 1.25
+# What each layer adds, times the root of their number. At 2 the model is chaotic: routing that
+# flips in one layer changes all later ones, and BF16 agrees with FP32 on 68% of the top tokens.
+_RESIDUAL = 1.0
 _NORM_SPREAD = 0.1
 
 
@@ -65,10 +69,10 @@ def _weight_std(target: Target, config: FlintConfig) -> float:
     """Keeps what a projection puts out near 1, given inputs near 1.
 
     What writes to the residual stream is made smaller by the root of the number of layers, so that
-    the stream grows to about twice the embedding over all of them, however many there are.
+    the stream grows by the same factor over all of them, however many there are.
     """
     std = 1 / math.sqrt(target.shape[-1])
-    residual = 2 / math.sqrt(config.num_hidden_layers)
+    residual = _RESIDUAL / math.sqrt(config.num_hidden_layers)
     if target.path == "lm_head.weight":
         return LOGIT_STD * std
     if target.path.endswith(("o_proj.weight", "down_proj.weight")):
