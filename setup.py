@@ -104,9 +104,10 @@ def cpu_flags(tools: Toolchain) -> list[str]:
 
 def link_flags(tools: Toolchain) -> list[str]:
     # libtorch_cpu is the only torch library named: a CPU-only torch has it, and so has every
-    # other. No run path: it is already loaded when the library is.
+    # other. No run path: it is already loaded when the library is. `-z now`: a function that a
+    # torch lacks is an error at load, with a message, and not an abort at the first call.
     return [
-        "-shared -pthread -Wl,--no-undefined -Wl,--as-needed",
+        "-shared -pthread -Wl,--no-undefined -Wl,--as-needed -Wl,-z,now",
         f"-L{tools.torch_dir / 'lib'} -ltorch_cpu",
     ]
 
@@ -221,16 +222,17 @@ class SourceDistribution(sdist):  # type: ignore[misc]
     """A complete one: the tests, documents and tools of the tree with the package."""
 
     EXTRA = (
-        ".ci/*", ".clang-format", "CONTRIBUTING.md", "Makefile", "csrc/**/*", "docs/**/*",
-        "microbench/**/*", "python_tests/**/*",
+        ".ci/*", ".clang-format", "CONTRIBUTING.md", "Makefile", "requirements*.txt",
+        "csrc/**/*", "docs/**/*", "microbench/**/*", "python_tests/**/*",
     )  # fmt: skip
 
-    def add_defaults(self) -> None:
-        super().add_defaults()
+    def make_distribution(self) -> None:
         for pattern in self.EXTRA:
             files = (path for path in ROOT.glob(pattern) if path.is_file())
             kept = (path for path in files if "__pycache__" not in path.parts)
             self.filelist.extend(str(path.relative_to(ROOT)) for path in kept)
+        self.filelist.remove_duplicates()
+        super().make_distribution()
 
 
 setup(

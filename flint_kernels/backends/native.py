@@ -64,11 +64,18 @@ def load(path: Path) -> str | None:
     )
     if torch.__version__ < minimum:  # TorchVersion compares by release, not by character
         return f"The native library does not fit: it was {versions}. Update torch, or {_REBUILD}."
+    if any(_has(op) for op in info["ops"]):
+        # Loading a second copy would define the ops twice, which ends the process.
+        return (
+            f"The native library at {path} is not loaded: another copy of it already is. Import "
+            "one installation of the package in a process."
+        )
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
         return (
-            f"The native library failed to load: it was {versions}: {error}. To mend it, "
+            f"The native library failed to load: it was {versions}: "
+            f"{error.__cause__ or error}. To mend it, "
             f"{_REBUILD}."
         )
     missing = [op for op in info["ops"] if not _has(op)]
