@@ -57,7 +57,7 @@ def conditions(meta: dict[str, Any]) -> str:
 
 
 def figure(row: Row) -> str:
-    return f"{row['median']:.3g} ({row['p20']:.3g}–{row['p80']:.3g})"
+    return f"{row['median']:.3g} ({row['p20']:.3g} to {row['p80']:.3g})"
 
 
 def cpu() -> str:
@@ -76,7 +76,7 @@ def cpu() -> str:
             lines.append([what, CHECKPOINTS.get(row["checkpoint"], ""), figure(row)])
     if not lines:
         return NOT_MEASURED
-    head = ["on the CPU path", "checkpoint", "median (20th–80th percentile)"]
+    head = ["on the CPU path", "checkpoint", "median (20th to 80th percentile)"]
     return markdown(head, lines) + conditions(meta)
 
 
