@@ -25,10 +25,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import setuptools
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
+
+# Without build isolation it is the environment's setuptools, which may be years old.
+SETUPTOOLS_MINIMUM = 77
+if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS_MINIMUM:
+    raise SystemExit(
+        f"flint-kernels: got setuptools {setuptools.__version__}, want {SETUPTOOLS_MINIMUM} or "
+        'newer: pip install --upgrade "setuptools>=77" ninja'
+    )
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402  (newer setuptools only)
 
 ROOT = Path(__file__).parent.resolve()
 SOURCE_DIR = Path("csrc")
