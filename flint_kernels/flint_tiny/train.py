@@ -478,7 +478,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "parameters": sum(value.numel() for value in start.values()),
         "config": config.to_dict(),
-        "arguments": {key: str(value) for key, value in vars(arguments).items()},
+        # Where the run read and wrote is of one machine alone.
+        "arguments": {
+            key: value for key, value in vars(arguments).items() if not isinstance(value, Path)
+        },
         "corpus": json.loads((arguments.data / "corpus.json").read_text(encoding="utf-8")),
     }
 
