@@ -104,7 +104,7 @@ class PagedKVCache:
         )
         self.window_block_table = self._ring_table()
         self._no_slots = torch.empty(0, dtype=torch.int32, device=self.device)
-        self.workspace = None if self.device.type == "cpu" else make_workspace(self.device)
+        self.workspace = make_workspace(self.device)
 
         self._free_requests = list(range(max_requests - 1, -1, -1))
         self._free_pages = list(range(self.pages - 1, -1, -1))
@@ -143,9 +143,8 @@ class PagedKVCache:
 
     def bytes(self) -> int:
         """Bytes of all tensors on the device: K and V of every layer, tables and workspace."""
-        tensors = [self.block_table, self.window_block_table]
+        tensors = [self.block_table, self.window_block_table, self.workspace]
         tensors += [tensor for layer in self.layers for tensor in layer]
-        tensors += [] if self.workspace is None else [self.workspace]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def pages_for(self, length: int) -> int:

@@ -79,7 +79,7 @@ class Linear(FormatModule):
         raise NotImplementedError
 
     def qkv_norm_rope_kv_write(
-        self, x: Tensor, *arguments: Any, workspace: Tensor | None
+        self, x: Tensor, *arguments: Any, workspace: Tensor
     ) -> Tensor:
         """For q | k | v rows: q [M, Hq, D]; `arguments` are the op's, from q_weight to eps."""
         raise NotImplementedError
@@ -118,7 +118,7 @@ class NVFP4Linear(Linear):
         )
 
     def qkv_norm_rope_kv_write(
-        self, x: Tensor, *arguments: Any, workspace: Tensor | None
+        self, x: Tensor, *arguments: Any, workspace: Tensor
     ) -> Tensor:
         return calls.nvfp4_qkv_norm_rope_kv_write(
             x, self.weight, self.weight_scale, self.weight_scale_2, *arguments, workspace=workspace
@@ -146,7 +146,7 @@ class BF16Linear(Linear):
         return calls.bf16_linear_silu_and_mul(x, self.weight)
 
     def qkv_norm_rope_kv_write(
-        self, x: Tensor, *arguments: Any, workspace: Tensor | None
+        self, x: Tensor, *arguments: Any, workspace: Tensor
     ) -> Tensor:
         return calls.bf16_qkv_norm_rope_kv_write(x, self.weight, *arguments, workspace=workspace)
 

@@ -47,7 +47,7 @@ class DenseMLP(SwiGLU):
         self.eps = config.rms_norm_eps
 
     def decode(
-        self, x: Tensor, residual: Tensor, norm: Tensor, workspace: Tensor | None
+        self, x: Tensor, residual: Tensor, norm: Tensor, workspace: Tensor
     ) -> tuple[Tensor, Tensor]:
         normed, residual = calls.fused_add_rms_norm(x, residual, norm, self.eps)
         return self(normed), residual
@@ -73,7 +73,7 @@ class NVFP4Experts(FormatModule):
         self.w2_scale_2 = parameter(experts, dtype=torch.float32, device=device)
 
     def gate_up(
-        self, x: Tensor, ids: Tensor, shared: Linear, workspace: Tensor | None
+        self, x: Tensor, ids: Tensor, shared: Linear, workspace: Tensor
     ) -> tuple[Tensor, Tensor]:
         return calls.nvfp4_moe_gate_up(
             x,
@@ -95,7 +95,7 @@ class NVFP4Experts(FormatModule):
         ids: Tensor,
         shared: Linear,
         *,
-        workspace: Tensor | None,
+        workspace: Tensor,
     ) -> Tensor:
         return calls.nvfp4_moe_down(
             routed,
@@ -112,7 +112,7 @@ class NVFP4Experts(FormatModule):
         )
 
     def forward(
-        self, x: Tensor, weights: Tensor, ids: Tensor, shared: Tensor, workspace: Tensor | None
+        self, x: Tensor, weights: Tensor, ids: Tensor, shared: Tensor, workspace: Tensor
     ) -> Tensor:
         return calls.nvfp4_routed_experts(
             x,
@@ -140,7 +140,7 @@ class BF16Experts(FormatModule):
         self.w2 = parameter(experts, hidden, width, dtype=torch.bfloat16, device=device)
 
     def gate_up(
-        self, x: Tensor, ids: Tensor, shared: Linear, workspace: Tensor | None
+        self, x: Tensor, ids: Tensor, shared: Linear, workspace: Tensor
     ) -> tuple[Tensor, Tensor]:
         return calls.bf16_moe_gate_up(x, ids, self.w13, shared.weight, workspace=workspace)
 
@@ -152,14 +152,14 @@ class BF16Experts(FormatModule):
         ids: Tensor,
         shared: Linear,
         *,
-        workspace: Tensor | None,
+        workspace: Tensor,
     ) -> Tensor:
         return calls.bf16_moe_down(
             routed, shared_act, weights, ids, self.w2, shared.weight, workspace=workspace
         )
 
     def forward(
-        self, x: Tensor, weights: Tensor, ids: Tensor, shared: Tensor, workspace: Tensor | None
+        self, x: Tensor, weights: Tensor, ids: Tensor, shared: Tensor, workspace: Tensor
     ) -> Tensor:
         return calls.bf16_routed_experts(
             x, weights, ids, self.w13, self.w2, shared, workspace=workspace
@@ -182,7 +182,7 @@ class MoE(FormatModule):
         )
 
     def decode(
-        self, x: Tensor, residual: Tensor, norm: Tensor, workspace: Tensor | None
+        self, x: Tensor, residual: Tensor, norm: Tensor, workspace: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The low-latency composition: three ops."""
         normed, residual, weights, ids = calls.fused_add_rms_norm_router_topk(
@@ -196,7 +196,7 @@ class MoE(FormatModule):
         return output, residual
 
     def prefill(
-        self, x: Tensor, residual: Tensor, norm: Tensor, workspace: Tensor | None
+        self, x: Tensor, residual: Tensor, norm: Tensor, workspace: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The composition for many rows: the experts' rows grouped inside one op."""
         normed, residual = calls.fused_add_rms_norm(x, residual, norm, self.eps)
