@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from flint_kernels.formats.nvfp4 import dequantize
+from flint_kernels.formats.repack import dequantize
 from flint_kernels.reference.numerics import aligned_rows, sigmoid
 
 # Experts expanded to fp32 at a time: bounds the scratch of a prefill that selects all of them.

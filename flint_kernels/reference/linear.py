@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flint_kernels.formats.nvfp4 import dequantize
+from flint_kernels.formats.repack import dequantize
 from flint_kernels.reference.norm import silu_and_mul
 from flint_kernels.reference.numerics import matmul_rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flint_kernels.formats import nvfp4
+from flint_kernels.formats import nvfp4, repack
 
 
 def nvfp4_quantize(
@@ -22,16 +22,12 @@ def nvfp4_dequantize(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     scale_2 = None if weight_scale_2 is None else weight_scale_2.reshape(())
-    return nvfp4.dequantize(weight, weight_scale, scale_2, dtype)
+    return repack.dequantize(weight, weight_scale, scale_2, dtype)
 
 
 def gguf_to_modelopt(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from flint_kernels.formats import repack  # loads the native library: on first use alone
-
     return repack.gguf_to_modelopt(blocks)
 
 
 def modelopt_to_gguf(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    from flint_kernels.formats import repack
-
     return repack.modelopt_to_gguf(weight, weight_scale)
