@@ -148,6 +148,14 @@ def test_views_are_taken_and_inputs_left_alone() -> None:
     assert repack.dequantize(weight[:0], scale[:0]).shape == (0, 192)
 
 
+def test_parameters_take_the_native_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, scale = nvfp4.gguf_to_modelopt(random_blocks(2))
+    want = nvfp4.dequantize(weight, scale)
+    monkeypatch.delattr(nvfp4, "dequantize")
+    held = [torch.nn.Parameter(part, requires_grad=False) for part in (weight, scale)]
+    assert torch.equal(repack.dequantize(*held), want)
+
+
 def test_dequantize_traces_to_the_pytorch_body() -> None:
     weight, scale = nvfp4.gguf_to_modelopt(random_blocks(2))
     compiled = torch.compile(repack.dequantize, fullgraph=True, backend="eager")

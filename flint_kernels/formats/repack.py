@@ -65,7 +65,7 @@ def dequantize(
 def _native_takes(tensor: Tensor) -> bool:
     # Not a fake tensor, nor one being traced: the raw ops have no meaning for those.
     return (
-        type(tensor) is Tensor
+        type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and native.is_available()
