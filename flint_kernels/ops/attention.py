@@ -61,8 +61,8 @@ def check_table_values(
         if length == 0 or seen == 0:
             continue
         first = max(0, length - seen) // page if seen is not None else 0
-        used = block_table[row, first : (length - 1) // page + 1]
-        low, high = (int(v) for v in used.aminmax())
+        used = block_table[row, first : (length - 1) // page + 1].tolist()
+        low, high = min(used), max(used)
         if low < 0 or high >= blocks:
             check.fail(
                 "block_table",

@@ -55,12 +55,12 @@ def check_slot_values(
     k_cache: torch.Tensor,
 ) -> None:
     """Slots in the cache; positions in the table wherever a row has a slot."""
-    slots = slot_mapping.to(torch.int64)
-    if slots.numel() == 0:
+    slots = slot_mapping.tolist()
+    if not slots:
         return
     total = k_cache.shape[0] * k_cache.shape[1]
     check = Checker(name, "slot_mapping", slot_mapping)
-    low, high = (int(v) for v in slots.aminmax())
+    low, high = min(slots), max(slots)
     if low < -1 or high >= total:
         check.fail(
             "slot_mapping",
@@ -68,12 +68,12 @@ def check_slot_values(
             f"slots in [0, {total}), or -1 for a row that is not to be cached",
             "A slot is block * page_size + offset.",
         )
-    if cos_sin is None or positions is None:
+    if cos_sin is None or positions is None or high < 0:
         return
-    used = positions[: slots.shape[0]].to(torch.int64)[slots >= 0]
-    if used.numel() == 0:
-        return
-    low, high = (int(v) for v in used.aminmax())
+    # Rows beyond the last slot are padding and may hold any position.
+    named = zip(positions.tolist(), slots, strict=False)
+    used = [position for position, slot in named if slot >= 0]
+    low, high = min(used), max(used)
     if low < 0 or high >= cos_sin.shape[0]:
         check.fail(
             "positions",

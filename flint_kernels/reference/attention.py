@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flint_kernels.reference.numerics import aligned
+
 # Queries of one chunk that the oracle takes together; bounds the logits it holds.
 _ORACLE_BLOCK = 128
 
@@ -27,7 +29,7 @@ def attend(
     kv_heads = k.shape[1]
     group = heads // kv_heads
     grouped = q.to(torch.float32).reshape(queries, kv_heads, group, head_dim)
-    grouped = grouped.permute(1, 0, 2, 3).reshape(kv_heads, queries * group, head_dim)
+    grouped = grouped.transpose(0, 1).reshape(kv_heads, queries * group, head_dim)
     logits = torch.bmm(grouped, k.permute(1, 2, 0)) * scale
     if queries > 1:
         seen = _seen(first_query, queries, first_key, k.shape[0], window, q.device)
@@ -38,12 +40,12 @@ def attend(
     p = torch.exp(logits - maximum)
     denominator = p.sum(dim=-1, keepdim=True)
     if sinks is not None:
-        sink = sinks.reshape(kv_heads, 1, group).expand(-1, queries, -1).reshape(kv_heads, -1, 1)
+        sink = sinks.reshape(kv_heads, group).repeat(1, queries).unsqueeze(-1)
         denominator = denominator + torch.exp(sink - maximum)
     # P is rounded before it is normalised; the row sum is not made of the rounded values.
     weighted = torch.bmm(p.to(q.dtype).to(torch.float32), v.permute(1, 0, 2))
     out = (weighted / denominator).to(q.dtype)
-    return out.reshape(kv_heads, queries, group, head_dim).permute(1, 0, 2, 3).reshape(q.shape)
+    return out.reshape(kv_heads, queries, group, head_dim).transpose(0, 1).reshape(q.shape)
 
 
 def _seen(
@@ -57,16 +59,20 @@ def _seen(
 
 
 def gather_pages(
-    cache: torch.Tensor, table: torch.Tensor, first: int, last: int
-) -> torch.Tensor:
-    """Positions first ... last - 1 of a paged cache -> [last - first, Hkv, D] fp32, contiguous."""
-    page = cache.shape[1]
-    if last <= first:
-        return cache.new_empty(0, *cache.shape[2:], dtype=torch.float32)
-    pages = table[first // page : (last - 1) // page + 1].to(torch.int64)
-    start = first - first // page * page
-    rows = cache[pages].reshape(-1, *cache.shape[2:])[start : start + last - first]
-    return rows.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    caches: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor, first: int, last: int
+) -> list[torch.Tensor]:
+    """Positions first ... last - 1 of the paged K and V -> two [last - first, Hkv, D] fp32."""
+    page = caches[0].shape[1]
+    pages = table[first // page : (last - 1) // page + 1]
+    start = first % page
+    rows = [cache[pages].reshape(-1, *cache.shape[2:]) for cache in caches]
+    # Contiguous and fresh, so that a BLAS sees the same alignment whatever the layout.
+    return [
+        row[start : start + last - first].to(
+            torch.float32, memory_format=torch.contiguous_format, copy=True
+        )
+        for row in rows
+    ]
 
 
 def attention_decode(
@@ -81,16 +87,16 @@ def attention_decode(
     **_: object,
 ) -> torch.Tensor:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out = q.new_zeros(q.shape)
+    rows = []
     for row, length in enumerate(seq_lens.tolist()):
+        query = q[row : row + 1]
         if length == 0:
+            rows.append(torch.zeros_like(query))
             continue
         first = max(0, length - window) if window > 0 else 0
-        k = gather_pages(k_cache, block_table[row], first, length)
-        v = gather_pages(v_cache, block_table[row], first, length)
-        query = q[row : row + 1]
-        out[row] = attend(query, k, v, length - 1, first, sinks, window, scale)[0]
-    return out
+        k, v = gather_pages((k_cache, v_cache), block_table[row], first, length)
+        rows.append(attend(query, k, v, length - 1, first, sinks, window, scale))
+    return torch.cat(rows) if rows else torch.zeros_like(q)
 
 
 def attention_prefill(
@@ -119,9 +125,10 @@ def attention_prefill(
         keys, values = (rows[begin:end].to(torch.float32) for rows in (k, v))
         if context > oldest and k_cache is not None and v_cache is not None:
             assert block_table is not None  # the declaration has checked it
-            table = block_table[request]
-            keys = torch.cat([gather_pages(k_cache, table, oldest, context), keys])
-            values = torch.cat([gather_pages(v_cache, table, oldest, context), values])
+            past_k, past_v = gather_pages(
+                (k_cache, v_cache), block_table[request], oldest, context
+            )
+            keys, values = torch.cat([past_k, keys]), torch.cat([past_v, values])
         else:
             oldest = context
         # One query at a time in BF16: its sums are those of attention_decode, to the bit. So too
@@ -135,8 +142,8 @@ def attention_prefill(
             last = context + stop - begin
             out[start:stop] = attend(
                 q[start:stop],
-                keys[first - oldest : last - oldest],
-                values[first - oldest : last - oldest],
+                aligned(keys[first - oldest : last - oldest]),
+                aligned(values[first - oldest : last - oldest]),
                 position,
                 first,
                 sinks,

@@ -28,20 +28,29 @@ def qk_norm_rope_kv_write(
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
-    heads = qkv.shape[1] // head_dim - 2 * kv_heads
     projected = qkv.reshape(qkv.shape[0], -1, head_dim)
-    q, k, v = projected.split([heads, kv_heads, kv_heads], dim=1)
-    q = rms_normalise(q.to(torch.float32), q_weight, eps).to(qkv.dtype)
-    k = rms_normalise(k.to(torch.float32), k_weight, eps).to(qkv.dtype)
+    heads = projected.shape[1] - 2 * kv_heads
+    # The q and k heads go the same way, each with its weight: together, half the calls.
+    qk, v = projected.split([heads + kv_heads, kv_heads], dim=1)
+    weights = torch.cat([q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)])
+    qk = rms_normalise(qk.to(torch.float32), weights, eps).to(qkv.dtype)
     if cos_sin is not None:
-        # Only a row without a slot can have a position outside the table here: it is padding.
-        inside = (positions >= 0) & (positions < cos_sin.shape[0])
-        table = cos_sin[torch.where(inside, positions, 0)]
-        padding = ~inside[:, None, None]
-        q = rotate(q, table, qkv.dtype).masked_fill(padding, 0)
-        k = rotate(k, table, qkv.dtype).masked_fill(padding, 0)
+        qk = _rotate_inside(qk, cos_sin, positions)
+    q, k = qk.split([heads, kv_heads], dim=1)
     kv_cache_write(k, v, slot_mapping, k_cache, v_cache)
     return q, k
+
+
+def _rotate_inside(
+    heads: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """`rotate` by position; zeros where the position is outside the table: the row is padding."""
+    inside = [0 <= position < cos_sin.shape[0] for position in positions.tolist()]
+    if all(inside):
+        return rotate(heads, cos_sin[positions], heads.dtype)
+    kept = torch.tensor(inside, device=heads.device)
+    turned = rotate(heads, cos_sin[torch.where(kept, positions, 0)], heads.dtype)
+    return turned.masked_fill(~kept[:, None, None], 0)
 
 
 def kv_cache_write(
@@ -52,9 +61,11 @@ def kv_cache_write(
     v_cache: torch.Tensor,
     **_: object,
 ) -> None:
-    rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
-    slots = slot_mapping[rows]
-    page = k_cache.shape[1]
-    block, offset = slots // page, slots % page
-    k_cache[block, offset] = k[rows]
-    v_cache[block, offset] = v[rows]
+    slots = slot_mapping.tolist()
+    rows = [row for row, slot in enumerate(slots) if slot >= 0]
+    if len(rows) < len(slots):
+        slot_mapping, k, v = slot_mapping[rows], k[rows], v[rows]
+    block = slot_mapping // k_cache.shape[1]
+    offset = slot_mapping % k_cache.shape[1]
+    k_cache[block, offset] = k[: len(rows)]
+    v_cache[block, offset] = v[: len(rows)]
