@@ -24,6 +24,12 @@ NOT_MEASURED = "*Not measured in this version.*"
 Row = dict[str, Any]
 
 CHECKPOINTS = {"nvfp4": "NVFP4", "bf16": "BF16"}
+TRAINED = {
+    "fp32_master": "FP32 weights of the BF16 stage",
+    "bf16": "BF16, as shipped",
+    "nvfp4_without_distillation": "the BF16 model rounded to NVFP4",
+    "nvfp4": "NVFP4 after distillation, as shipped",
+}
 
 
 def documents() -> list[Path]:
@@ -51,9 +57,13 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def conditions(meta: dict[str, Any]) -> str:
-    """Where and when the rows above were measured, in one line."""
-    said = (f"{name} {value}" for name, value in sorted(meta.items()) if value not in ("", None))
-    return f"\n\n({'; '.join(said)})"
+    """Where and when the rows above were measured, as a paragraph."""
+    where = [f"{meta['gpu'] or meta['cpu']}"]
+    if meta["threads"] and not meta["gpu"]:
+        where.append(f"{meta['threads']} threads")
+    versions = ("driver", "cuda", "python", "torch", "triton", "text")
+    where += [f"{name} {meta[name]}" for name in versions if meta.get(name)]
+    return f"\n\nMeasured {meta['date']} on {', '.join(where)}; commit {meta['commit'][:12]}."
 
 
 def figure(row: Row) -> str:
@@ -120,17 +130,18 @@ def training() -> str:
             )
     head = ["stage", "step", "tokens", "validation loss", "held-out loss"]
     final = log["final"]
-    files = {name: parts for name, parts in final.items() if name in (*CHECKPOINTS, "fp32_master")}
     perplexities = [
-        [name, *(f"{parts[part]['perplexity']:.3f}" for part in ("validation", "held_out"))]
-        for name, parts in files.items()
+        [title, *(f"{final[name][part]['perplexity']:.3f}" for part in ("validation", "held_out"))]
+        for name, title in TRAINED.items()
     ]
     ratio = final["nvfp4_over_bf16_held_out_perplexity"]
     return "\n\n".join(
         [
             markdown(head, lines),
-            markdown(["final weights", "validation ppl", "held-out ppl"], perplexities),
-            f"NVFP4's held-out perplexity is {ratio:.4f} times that of BF16.",
+            markdown(["weights", "validation perplexity", "held-out perplexity"], perplexities),
+            f"The held-out perplexity of NVFP4 is {ratio:.4f} times that of BF16. "
+            f"({log['parameters']:,} parameters; {log['corpus']['source']}; {log['device']}, "
+            f"torch {log['torch']}, {log['date'][:10]}, {log['total_seconds']:.0f} s in all.)",
         ]
     )
 
