@@ -65,7 +65,7 @@ def gather_pages(
     page = caches[0].shape[1]
     pages = table[first // page : (last - 1) // page + 1]
     start = first % page
-    rows = [cache[pages].reshape(-1, *cache.shape[2:]) for cache in caches]
+    rows = [cache.index_select(0, pages).reshape(-1, *cache.shape[2:]) for cache in caches]
     # Contiguous and fresh, so that a BLAS sees the same alignment whatever the layout.
     return [
         row[start : start + last - first].to(

