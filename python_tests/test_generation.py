@@ -290,5 +290,7 @@ def test_command_s_errors_are_lines_and_not_tracebacks(
     assert "error: top_p: got 2.0; want" in capsys.readouterr().err
     assert cli.main(["generate", str(checkpoint), "--max-new-tokens", "512"]) == 1
     assert "want at most 512" in capsys.readouterr().err
+    assert cli.main(["generate", str(checkpoint), "--device", "abacus"]) == 1
+    assert "device: got 'abacus'; want cpu or cuda" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["no-such-command"])

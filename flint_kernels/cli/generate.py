@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from tokenizers import Tokenizer
 
-    from flint_kernels.generation import Completion
-    from flint_kernels.model import Flint
+    from flint_kernels.generation import Completion, Generation
 
 DEFAULT_CHECKPOINT = "flint-tiny"
 DEFAULT_PROMPT = "class Cache:\n    def __init__(self"
@@ -50,9 +52,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Loads, generates, reports. Returns 0."""
     start = time.perf_counter()
-    import torch
-
-    from flint_kernels.generation import SamplingParams
+    from flint_kernels.generation import Generation, SamplingParams
     from flint_kernels.loading import load, load_tokenizer
     from flint_kernels.loading.source import find, read_config
 
@@ -69,16 +69,18 @@ def run(arguments: argparse.Namespace) -> int:
     )
     tokenizer = load_tokenizer(arguments.checkpoint)
     prompt = tokenizer.encode(arguments.prompt, add_special_tokens=False).ids
-    device = torch.device(arguments.device or default_device())
+    device = choose_device(arguments.device)
     # No longer RoPE table than this run needs: at the model's full length it takes 128 MiB.
     positions = min(len(prompt) + params.max_new_tokens, config.max_position_embeddings)
     model = load(arguments.checkpoint, device=device, config=config, max_positions=positions)
     loaded = time.perf_counter()
 
-    stream = None if arguments.json else _write_text
-    completion, first, end = _generate(
-        model, tokenizer, prompt, params, chunk=arguments.chunk, write=stream
-    )
+    generation = Generation(model, [prompt], params, chunk=arguments.chunk)
+    if arguments.json:
+        completion, first, end = _generate(generation, tokenizer, lambda _: None)
+    else:
+        _write(tokenizer.decode(prompt))
+        completion, first, end = _generate(generation, tokenizer, _write)
     count = len(completion.tokens)
     report = {
         "checkpoint": arguments.checkpoint,
@@ -104,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def default_device() -> str:
-    """"cuda" where a GPU is there and every op has a body for it, else "cpu"."""
+    """"cuda" where there is a GPU and every op has a body for it, else "cpu"."""
     import torch
 
     from flint_kernels.ops import REGISTRY
@@ -113,38 +115,46 @@ def default_device() -> str:
     return "cuda" if served and torch.cuda.is_available() else "cpu"
 
 
+def choose_device(name: str | None) -> torch.device:
+    """The device of that name, or the default one.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    import torch
+
+    try:
+        device = torch.device(name or default_device())
+    except RuntimeError as error:
+        raise ValueError(f"device: got {name!r}; want cpu or cuda, as torch names them.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: got {name!r}, but torch sees no GPU here; want cpu.")
+    return device
+
+
 def _generate(
-    model: Flint,
-    tokenizer: Tokenizer,
-    prompt: list[int],
-    params: Any,
-    *,
-    chunk: int,
-    write: Any,
+    generation: Generation, tokenizer: Tokenizer, write: Callable[[str], None]
 ) -> tuple[Completion, float, float]:
-    """The completion, and when its first and its last token came."""
-    from flint_kernels.generation import Generation, TextStream
+    """The one completion, and when its first and its last token came."""
+    from flint_kernels.generation import TextStream
 
     text = TextStream(tokenizer)
-    generation = Generation(model, [prompt], params, chunk=chunk)
-    first = end = None
-    if write is not None:
-        write(tokenizer.decode(prompt))
+    times: list[float] = []
     for _, token in generation:
-        end = time.perf_counter()
-        first = end if first is None else first
-        if write is not None:
-            write(text.push(token))
-    if write is not None:
-        write(text.finish())
-    now = time.perf_counter()  # the first token was a stop token: nothing came
-    return generation.completions()[0], first or now, end or now
+        times.append(time.perf_counter())
+        write(text.push(token))
+    write(text.finish())
+    times = times or [time.perf_counter()]  # a stop token at once: nothing came
+    return generation.completions()[0], times[0], times[-1]
 
 
-def _write_text(text: str) -> None:
-    if text:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+def _write(text: str) -> None:
+    if not text:
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show it is no reason
+        sys.stdout.reconfigure(errors="replace")
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _summary(report: dict[str, Any], count: int) -> str:
