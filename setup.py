@@ -45,7 +45,7 @@ LIBRARY = Path("flint_kernels/lib/libflint_kernels.so")
 INFO = LIBRARY.with_suffix(".json")
 
 TORCH_MINIMUM = (2, 11)
-# The oldest x86-64 with SSSE3's byte shuffles; every server since 2009 has it.
+# The oldest x86-64 with SSSE3's byte shuffles; every x86 server since about 2011 has it.
 X86_LEVEL = "x86-64-v2"
 
 

@@ -33,7 +33,7 @@ void store(uint8_t* to, Word word) {
 }
 
 // The 32 code bytes of a super-block from one layout to the other. Two blocks fill an SSE register;
-// that is twice the speed of 64-bit words here.
+// that is twice the speed of 64-bit words while the data is in cache.
 #if defined(__SSE2__)
 
 void codes_gguf_to_modelopt(const uint8_t* from, uint8_t* to) {
