@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from flint_kernels.formats.repack import dequantize
-from flint_kernels.reference.numerics import aligned_rows, sigmoid
+from flint_kernels.reference.numerics import aligned, aligned_rows, sigmoid
 
 # Experts expanded to fp32 at a time: bounds the scratch of a prefill that selects all of them.
 _EXPERTS_AT_A_TIME = 8
@@ -67,7 +67,7 @@ def _entry_sums(
     sums = [vectors[0].new_zeros(out)] * len(ids) if vectors else []
     for start in range(0, len(experts), _EXPERTS_AT_A_TIME):
         batch = experts[start : start + _EXPERTS_AT_A_TIME]
-        weights = dict(zip(batch, expand(batch), strict=True))
+        weights = dict(zip(batch, map(aligned, expand(batch)), strict=True))
         for entry, expert in enumerate(ids):
             if expert in weights:
                 sums[entry] = torch.mv(weights[expert], vectors[row_of_entry[entry]])

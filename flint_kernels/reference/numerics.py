@@ -24,13 +24,15 @@ def matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows) if rows else weight.new_empty(0, weight.shape[0])
 
 
-def aligned_rows(x: torch.Tensor) -> list[torch.Tensor]:
-    """The rows of x [M, K] in fp32, each on a 64-byte boundary.
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or its copy, on a 64-byte boundary: a BLAS may sum in another order at another one."""
+    return x if x.data_ptr() % 64 == 0 else x.clone()
 
-    A BLAS may sum in another order at another alignment, so each row always has the same one.
-    """
-    rows = list(x.to(torch.float32, memory_format=torch.contiguous_format).unbind(0))
-    return rows if x.shape[1] % 16 == 0 else [row.clone() for row in rows]
+
+def aligned_rows(x: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of x [M, K] in fp32, each on a 64-byte boundary."""
+    rows = x.to(torch.float32, memory_format=torch.contiguous_format).unbind(0)
+    return [aligned(row) for row in rows]
 
 
 def exp_rows(x: torch.Tensor) -> torch.Tensor:
