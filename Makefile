@@ -33,6 +33,7 @@ else
   STAMPS := $(VENV)/flint-kernels-stamps
 endif
 PIP := $(PY) -m pip --disable-pip-version-check
+CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 INSTALL := $(PIP) install --quiet --no-build-isolation --editable
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
@@ -54,12 +55,12 @@ lint: $(STAMPS)/dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m clang_format --dry-run --Werror $(NATIVE_SOURCES)
+	$(CLANG_FORMAT) --dry-run --Werror $(NATIVE_SOURCES)
 
 format: $(STAMPS)/dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(PY) -m clang_format -i $(NATIVE_SOURCES)
+	$(CLANG_FORMAT) -i $(NATIVE_SOURCES)
 
 docs: $(STAMPS)/package
 	$(PY) docs/generate_ops.py
