@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 import subprocess
@@ -94,15 +95,31 @@ def test_names_are_those_of_the_specification() -> None:
     assert "blk.0.ffn_gate_inp.weight" not in names
 
 
-def test_the_full_model_has_a_name_for_every_value() -> None:
-    # Loading runs this check each time; here it runs on the shape that no test can load.
-    from flint_kernels.loading.loader import check_map
-
-    config = FlintConfig.flint_40b()
-    for weight_format in ("nvfp4", "bf16"):
-        check_map(config, Flint(config, weight_format, "meta", 1))
-    values = sum(np.prod(tensor.target.shape) for tensor in checkpoint_tensors(config))
+@pytest.mark.parametrize("weight_format", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("config", [CONFIG, FlintConfig.flint_40b()], ids=["tiny", "40b"])
+def test_names_fill_every_value_of_the_module(config: FlintConfig, weight_format: str) -> None:
+    parameters = dict(Flint(config, weight_format, "meta", 1).named_parameters())
+    filled = dict.fromkeys(parameters, 0)
+    for tensor in checkpoint_tensors(config):
+        for path, view in tensor.target.views(parameters, weight_format).items():
+            filled[path] += view.numel()
+    assert filled == {path: parameter.numel() for path, parameter in parameters.items()}
+    values = sum(math.prod(tensor.target.shape) for tensor in checkpoint_tensors(config))
     assert values == config.parameter_count()
+
+
+@pytest.mark.parametrize("weight_format", ["nvfp4", "bf16"])
+def test_no_value_of_the_module_has_two_names(weight_format: str) -> None:
+    """Beside the count above: views that overlapped would leave others out."""
+    model = Flint(CONFIG, weight_format, "cpu", 1)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for parameter in parameters.values():
+        parameter.view(torch.uint8).zero_()
+    for tensor in checkpoint_tensors(CONFIG):
+        for path, view in tensor.target.views(parameters, weight_format).items():
+            assert not bool(view.float().any()), f"{tensor.hf}: {path}"
+            view.copy_(torch.ones_like(view, dtype=torch.float32))
+    assert all(bool((parameter.float() == 1).all()) for parameter in parameters.values())
 
 
 def test_values_are_those_that_the_gguf_package_decodes(good: Path) -> None:

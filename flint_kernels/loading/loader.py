@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flint_kernels.loading import names
 from flint_kernels.loading.checkpoint import Checkpoint
 from flint_kernels.loading.gguf import GGUFCheckpoint
 from flint_kernels.loading.progress import progress_bar
@@ -56,9 +55,7 @@ def load(
     files = find(source)
     config = read_config(files) if config is None else config
     with closing(open_checkpoint(files, config)) as checkpoint:
-        weight_format = checkpoint.weight_format
-        check_map(config, Flint(config, weight_format, "meta", max_positions))
-        model = allocate(config, weight_format, device, max_positions)
+        model = allocate(config, checkpoint.weight_format, device, max_positions)
         _fill(model, checkpoint, progress)
     return model
 
@@ -68,25 +65,6 @@ def open_checkpoint(files: Files, config: FlintConfig) -> Checkpoint:
     if files.is_gguf:
         return GGUFCheckpoint(files.weights[0], config)
     return SafetensorsCheckpoint(files.weights, files.path, config)
-
-
-def check_map(config: FlintConfig, module: Flint) -> None:
-    """Holds the name map against a module on the meta device: each value has its place, once.
-
-    Raises RuntimeError where they differ, which would be a fault of this package.
-    """
-    parameters = dict(module.named_parameters())
-    values = dict.fromkeys(parameters, 0)
-    for tensor in names.checkpoint_tensors(config):
-        target = tensor.target
-        for path, view in target.views(parameters, module.weight_format).items():
-            values[path] += view.numel()
-    wrong = [path for path, count in values.items() if count != parameters[path].numel()]
-    if wrong:
-        raise RuntimeError(
-            f"loading: got names for {values[wrong[0]]} values of {wrong[0]}, want all "
-            f"{parameters[wrong[0]].numel()}; report this as a fault of flint_kernels"
-        )
 
 
 def allocate(

@@ -12,6 +12,7 @@ from flint_kernels.formats.nvfp4 import check_modelopt_scales
 from flint_kernels.loading.check import Entry, Expected, Found, match
 from flint_kernels.loading.names import Kind, checkpoint_tensors, hf_targets
 from flint_kernels.loading.transfer import Transfer, check_global_scale
+from flint_kernels.model.linear import check_nvfp4_width
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,13 +132,17 @@ def bf16_tensors(config: FlintConfig) -> dict[str, Expected]:
 
 
 def modelopt_tensors(config: FlintConfig) -> dict[str, Expected]:
-    """HF name -> what a ModelOpt NVFP4 checkpoint of this config has under it."""
+    """HF name -> what a ModelOpt NVFP4 checkpoint of this config has under it.
+
+    Raises ValueError where a width of the config is no multiple of 16.
+    """
     expected = {}
     for name, target in hf_targets(config).items():
         if target.kind is not Kind.LINEAR:
             expected[name] = Expected(("BF16", "F32"), (target.shape,), target)
             continue
         rows, columns = target.shape
+        check_nvfp4_width(name, columns)
         expected[name] = Expected(("U8",), ((rows, columns // 2),), target)
         expected[f"{name}_scale"] = Expected(
             ("F8_E4M3",), ((rows, columns // 16),), target, "weight_scale"
