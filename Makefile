@@ -46,7 +46,7 @@ DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 .PHONY: demo test lint format docs bench clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
-	$(PY) -m flint_kernels.cli generate flint-tiny --seed 0
+	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
 
 test: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest $(PYTEST_ARGS)
