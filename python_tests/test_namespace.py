@@ -215,14 +215,14 @@ def test_C4_out_variant_refuses_an_input_that_requires_grad() -> None:
         ops.rms_norm(x, weight, out=torch.empty(2, 16, dtype=torch.bfloat16))
 
 
-def test_only_the_caches_and_workspaces_are_declared_mutable() -> None:
+def test_C2_only_the_caches_are_declared_mutable() -> None:
     writable = {
         argument.name
         for declaration in REGISTRY.values()
         for argument in declaration.packet.default._schema.arguments
         if argument.is_write
     }
-    assert writable == {"k_cache", "v_cache", "workspace"}
+    assert writable == {"k_cache", "v_cache"}
 
 
 def test_C8_a_tensor_on_another_device_is_named() -> None:

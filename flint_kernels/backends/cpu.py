@@ -1,7 +1,19 @@
-"""Registers the plain PyTorch bodies for CPU tensors."""
+"""Registers a body for CPU tensors under every op.
+
+The plain PyTorch bodies of `flint_kernels.reference` are complete: they need nothing built, they
+are what every other body is tested against, and with FP32 inputs they are the oracle. Where the
+C++ library is there, BF16 calls of the ops that it has go to `native_cpu` instead. Which of the two
+it is stays the same for the whole process.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flint_kernels.backends import native, native_cpu
 from flint_kernels.ops import REGISTRY, implement
 from flint_kernels.reference import (
     attention,
@@ -18,7 +30,28 @@ _FAMILIES = (attention, experts, kv_write, linear, low_latency, norm, nvfp4, sam
 
 
 def register() -> None:
-    """One body a declared op, found by its name in the family's reference module."""
+    """One body a declared op: the reference's, or a choice between it and the native one."""
     for name in REGISTRY:
-        bodies = [getattr(family, name) for family in _FAMILIES if hasattr(family, name)]
-        implement(name, "CPU", bodies[-1])
+        implement(name, "CPU", _choice(reference_body(name), getattr(native_cpu, name, None)))
+
+
+def reference_body(name: str) -> Callable[..., Any]:
+    """The plain PyTorch body of op `name`; it takes the op's arguments by name."""
+    return next(getattr(family, name) for family in _FAMILIES if hasattr(family, name))
+
+
+def _choice(
+    reference: Callable[..., Any], fast: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    if fast is None:
+        return reference
+
+    def body(**arguments: Any) -> Any:
+        # The first argument of every op is its activations; FP32 ones ask for the oracle.
+        activations = next(iter(arguments.values()))
+        # Loading the library waits for the first call, so that importing the package is quick.
+        if activations.dtype == torch.bfloat16 and native.is_available():
+            return fast(**arguments)
+        return reference(**arguments)
+
+    return body

@@ -86,7 +86,7 @@ def _decode_values(
 @op(
     "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
     "Tensor seq_lens, Tensor? sinks=None, int window=0, float? scale=None, *, "
-    "Tensor(a!)? workspace=None, bool enable_pdl=False) -> Tensor",
+    "Tensor? workspace=None, bool enable_pdl=False) -> Tensor",
     outputs=("out",),
     values=_decode_values,
 )
@@ -175,7 +175,7 @@ def _prefill_values(
     "attention_prefill(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? k_cache=None, "
     "Tensor? v_cache=None, Tensor? block_table=None, Tensor? context_lens=None, "
     "Tensor? sinks=None, int window=0, float? scale=None, int? max_query_len=None, *, "
-    "Tensor(a!)? workspace=None, bool enable_pdl=False) -> Tensor",
+    "Tensor? workspace=None, bool enable_pdl=False) -> Tensor",
     outputs=("out",),
     values=_prefill_values,
 )

@@ -92,7 +92,7 @@ def check_pair(check: Checker, w13: torch.Tensor, w2_in: int) -> int:
     "nvfp4_routed_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, "
     "Tensor w13, Tensor w13_scale, Tensor w13_scale_2, "
     "Tensor w2, Tensor w2_scale, Tensor w2_scale_2, Tensor? shared_output=None, *, "
-    "Tensor(a!)? workspace=None, bool enable_pdl=False) -> Tensor",
+    "Tensor? workspace=None, bool enable_pdl=False) -> Tensor",
     outputs=("out",),
     values=_values,
 )
@@ -150,7 +150,7 @@ def nvfp4_routed_experts(
 
 @op(
     "bf16_routed_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, "
-    "Tensor? shared_output=None, *, Tensor(a!)? workspace=None, bool enable_pdl=False) -> Tensor",
+    "Tensor? shared_output=None, *, Tensor? workspace=None, bool enable_pdl=False) -> Tensor",
     outputs=("out",),
     values=_values,
 )

@@ -51,7 +51,7 @@ def _query_heads(check: Checker, rows: int, k_cache: torch.Tensor) -> int:
     "nvfp4_qkv_norm_rope_kv_write(Tensor x, Tensor weight, Tensor weight_scale, "
     "Tensor weight_scale_2, Tensor q_weight, Tensor k_weight, Tensor? cos_sin, Tensor positions, "
     "Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, float eps=1e-6, *, "
-    "Tensor(c!)? workspace=None, bool enable_pdl=False) -> Tensor",
+    "Tensor? workspace=None, bool enable_pdl=False) -> Tensor",
     outputs=("q_out",),
     values=_qkv_values,
 )
@@ -103,7 +103,7 @@ def nvfp4_qkv_norm_rope_kv_write(
 @op(
     "bf16_qkv_norm_rope_kv_write(Tensor x, Tensor weight, Tensor q_weight, Tensor k_weight, "
     "Tensor? cos_sin, Tensor positions, Tensor slot_mapping, Tensor(a!) k_cache, "
-    "Tensor(b!) v_cache, float eps=1e-6, *, Tensor(c!)? workspace=None, bool enable_pdl=False) "
+    "Tensor(b!) v_cache, float eps=1e-6, *, Tensor? workspace=None, bool enable_pdl=False) "
     "-> Tensor",
     outputs=("q_out",),
     values=_qkv_values,
@@ -150,7 +150,7 @@ def bf16_qkv_norm_rope_kv_write(
 
 @op(
     "fused_add_rms_norm_router_topk(Tensor x, Tensor residual, Tensor weight, "
-    "Tensor router_weight, int top_k, float eps=1e-6, *, Tensor(a!)? workspace=None, "
+    "Tensor router_weight, int top_k, float eps=1e-6, *, Tensor? workspace=None, "
     "bool enable_pdl=False) -> (Tensor, Tensor, Tensor, Tensor)",
     outputs=("normed_out", "residual_out", "topk_weights_out", "topk_ids_out"),
 )
@@ -215,7 +215,7 @@ def _even_rows(check: Checker, argument: str, rows: int) -> None:
 @op(
     "nvfp4_moe_gate_up(Tensor x, Tensor topk_ids, Tensor w13, Tensor w13_scale, "
     "Tensor w13_scale_2, Tensor shared_w13, Tensor shared_w13_scale, Tensor shared_w13_scale_2, *, "
-    "Tensor(a!)? workspace=None, bool enable_pdl=False) -> (Tensor, Tensor)",
+    "Tensor? workspace=None, bool enable_pdl=False) -> (Tensor, Tensor)",
     outputs=("routed_act_out", "shared_act_out"),
     values=_gate_up_values,
 )
@@ -274,7 +274,7 @@ def nvfp4_moe_gate_up(
 
 @op(
     "bf16_moe_gate_up(Tensor x, Tensor topk_ids, Tensor w13, Tensor shared_w13, *, "
-    "Tensor(a!)? workspace=None, bool enable_pdl=False) -> (Tensor, Tensor)",
+    "Tensor? workspace=None, bool enable_pdl=False) -> (Tensor, Tensor)",
     outputs=("routed_act_out", "shared_act_out"),
     values=_gate_up_values,
 )
@@ -324,7 +324,7 @@ def _check_acts(
 @op(
     "nvfp4_moe_down(Tensor routed_act, Tensor shared_act, Tensor topk_weights, Tensor topk_ids, "
     "Tensor w2, Tensor w2_scale, Tensor w2_scale_2, Tensor shared_w2, Tensor shared_w2_scale, "
-    "Tensor shared_w2_scale_2, *, Tensor(a!)? workspace=None, bool enable_pdl=False) -> Tensor",
+    "Tensor shared_w2_scale_2, *, Tensor? workspace=None, bool enable_pdl=False) -> Tensor",
     outputs=("out",),
     values=_down_values,
 )
@@ -382,7 +382,7 @@ def nvfp4_moe_down(
 
 @op(
     "bf16_moe_down(Tensor routed_act, Tensor shared_act, Tensor topk_weights, Tensor topk_ids, "
-    "Tensor w2, Tensor shared_w2, *, Tensor(a!)? workspace=None, bool enable_pdl=False) -> Tensor",
+    "Tensor w2, Tensor shared_w2, *, Tensor? workspace=None, bool enable_pdl=False) -> Tensor",
     outputs=("out",),
     values=_down_values,
 )

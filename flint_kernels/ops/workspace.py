@@ -1,8 +1,9 @@
-"""The one scratch buffer that ops with counters or partial sums take.
+"""The one scratch buffer that ops with counters take.
 
 A workspace is bytes that are zero before a call and zero again after it: a kernel resets what it
-counted. One workspace serves any number of ops in stream order. Two streams, or two captured
-graphs that may run at once, must not share one.
+counted. So a caller never sees it change, and the schemas do not declare it mutable. One workspace
+serves any number of ops in stream order; two streams, or two captured graphs that may run at once,
+must not share one. Partial sums that need no zeros are allocated by the op itself.
 """
 
 from __future__ import annotations

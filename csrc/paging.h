@@ -1,0 +1,30 @@
+// Where a row of a paged KV cache lies, for the host and for the device: 64-bit offsets throughout.
+#pragma once
+
+#include <cstdint>
+
+#include "nvfp4_layout.h"  // FLINT_HD
+
+namespace flint {
+
+// A cache [blocks, page_size, kv_heads, head_dim] of any strides (in elements) but the last, 1.
+struct PageStrides {
+  int64_t block, row, head;
+};
+
+// The offset of the head_dim elements that `slot` (block * page_size + offset) has for `head`.
+FLINT_HD constexpr int64_t slot_offset(const PageStrides& strides, int64_t page_size, int64_t slot,
+                                       int64_t head) {
+  return slot / page_size * strides.block + slot % page_size * strides.row + head * strides.head;
+}
+
+// The slot of `position` in a request whose pages `table` names.
+FLINT_HD constexpr int64_t position_slot(const int32_t* table, int64_t page_size,
+                                         int64_t position) {
+  return int64_t{table[position / page_size]} * page_size + position % page_size;
+}
+
+static_assert(slot_offset({1 << 20, 512, 128}, 16, int64_t{16} * 5000 + 3, 2) ==
+              int64_t{5000} * (1 << 20) + 3 * 512 + 2 * 128);
+
+}  // namespace flint
