@@ -194,15 +194,18 @@ def tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def test_sequences_overlap_by_one_token_and_predict_each_once(tokenizer: Tokenizer) -> None:
+def test_sequences_predict_each_token_once_and_spread_over_the_text(tokenizer: Tokenizer) -> None:
     documents = ["def read(path):\n", "import os\n"]
     ids = [tokenizer.encode(document).ids for document in documents]
     all_ids = [0, *ids[0], 0, *ids[1], 0]
-    cut = sequences(tokenizer, documents, context=4, tokens=8, end_of_text=0)
-    assert cut.tolist() == [all_ids[0:5], all_ids[4:9]]
-    # More asked for than there is: all whole windows.
+    # More asked for than there is: all whole windows, each begins with the last token of another.
     cut = sequences(tokenizer, documents, context=4, tokens=10_000, end_of_text=0)
-    assert len(cut) == (len(all_ids) - 1) // 4
+    count = (len(all_ids) - 1) // 4
+    assert count >= 4
+    assert cut.tolist() == [all_ids[4 * i : 4 * i + 5] for i in range(count)]
+    # Fewer: at even distances.
+    some = sequences(tokenizer, documents, context=4, tokens=8, end_of_text=0)
+    assert some.tolist() == [cut[0].tolist(), cut[count // 2].tolist()]
     # A number of tokens that is no multiple of the context is rounded up.
     assert len(sequences(tokenizer, documents, context=4, tokens=5, end_of_text=None)) == 2
 

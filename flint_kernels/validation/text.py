@@ -51,10 +51,11 @@ def sequences(
     tokens: int,
     end_of_text: int | None = None,
 ) -> Tensor:
-    """Consecutive windows of the documents, [n, context + 1] int64, overlapping by one token.
+    """Windows of the documents, [n, context + 1] int64, n * context at least `tokens`.
 
-    So every token but the first is predicted once, from what precedes it in its window. As few
-    windows as hold `tokens` predictions, or all that the text gives; a short tail is left out.
+    The text is cut into windows that overlap by one token, so that every token is predicted once
+    at most, from what precedes it in its window. Of these n are taken at even distances, so that a
+    short run sees all of the text; all, where there are fewer. A short tail is left out.
 
     Args:
         end_of_text: put before each document and after the last; None: nothing is.
@@ -65,12 +66,9 @@ def sequences(
     for name, value in (("context", context), ("tokens", tokens)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, want 1 or more")
-    wanted = -(-tokens // context) * context + 1
     separator = [] if end_of_text is None else [end_of_text]
     ids: list[int] = []
     for document in documents:
-        if len(ids) >= wanted:
-            break
         ids += separator + tokenizer.encode(document, add_special_tokens=False).ids
     ids += separator
     if len(ids) <= context:
@@ -78,4 +76,6 @@ def sequences(
             f"text: got {len(ids)} tokens, want more than {context} (context); pass a longer text "
             "or a smaller context"
         )
-    return torch.tensor(ids[:wanted], dtype=torch.int64).unfold(0, context + 1, context)
+    windows = torch.tensor(ids, dtype=torch.int64).unfold(0, context + 1, context)
+    wanted = min(-(-tokens // context), len(windows))
+    return windows[torch.arange(wanted) * len(windows) // wanted]
