@@ -238,3 +238,25 @@ def test_C8_a_tensor_on_another_device_is_named() -> None:
             bad = {**good, argument: good[argument].cpu()}
             with pytest.raises(ValueError, match=f"'{argument}'.*cpu.*cuda"):
                 ops.attention_decode(q, cache, cache, **bad)
+
+
+def test_every_op_in_one_inductor_graph() -> None:
+    """aot_eager shows the trace; what Inductor makes of mutation and optional tensors, only it."""
+    inputs = {name: fresh(calls(name)[0]) for name in NAMES}
+    twins = {name: fresh(call) for name, call in inputs.items()}
+
+    def everything(inputs: dict[str, Call]) -> dict[str, Any]:
+        return {
+            name: REGISTRY[name].packet.default(*args, **kwargs)
+            for name, (args, kwargs) in inputs.items()
+        }
+
+    torch._dynamo.reset()
+    compiled = torch.compile(everything, fullgraph=True)(inputs)
+    eager = everything(twins)
+    for name in NAMES:
+        for one, two in zip(as_tuple(compiled[name]), as_tuple(eager[name]), strict=True):
+            assert torch.equal(bits(one), bits(two)), name
+        for one, two in zip(inputs[name][0], twins[name][0], strict=True):
+            if isinstance(one, torch.Tensor):
+                assert torch.equal(bits(one), bits(two)), name
