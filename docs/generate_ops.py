@@ -79,9 +79,8 @@ def docstring(function: object) -> str:
 
 
 def mutated(declaration: Declaration) -> list[str]:
-    """Arguments that the op writes in place; a workspace is left as it was found."""
-    names = re.findall(r"Tensor\(\w!\)\??\s+(\w+)", declaration.schema)
-    return [name for name in names if name != "workspace"]
+    """Arguments that the op writes in place."""
+    return re.findall(r"Tensor\(\w!\) (\w+)", declaration.schema)
 
 
 def table(families: dict[str, list[Declaration]]) -> Iterator[str]:

@@ -24,6 +24,8 @@ NOT_MEASURED = "*Not measured in this version.*"
 Row = dict[str, Any]
 
 CHECKPOINTS = {"nvfp4": "NVFP4", "bf16": "BF16"}
+# The plain bodies set the yardstick. On the CPU decode equals prefill, so that one path will do.
+VALIDATED = {"validate": "C++", "validate_reference": "PyTorch (the yardstick)"}
 TRAINED = {
     "fp32_master": "FP32 weights of the BF16 stage",
     "bf16": "BF16, as shipped",
@@ -92,18 +94,22 @@ def cpu() -> str:
 
 def validate() -> str:
     """Perplexity and distance from the FP32 forward, a line for each path and checkpoint."""
-    meta, rows = read("cpu", "validate")
-    if not rows:
+    meta: dict[str, Any] = {}
+    cells: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for name, bodies in VALIDATED.items():
+        found, rows = read("cpu", name)
+        meta = meta or found
+        for row in rows:
+            line = cells.setdefault((row["case"], CHECKPOINTS[row["checkpoint"]], bodies), {})
+            line[row["metric"]] = row
+    if not cells:
         return NOT_MEASURED
     metrics = ("ppl", "kl_mean", "kl_max", "top1")
-    cells: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        cells.setdefault((row["case"], row["checkpoint"]), {})[row["metric"]] = row
     lines = [
-        [case, CHECKPOINTS[checkpoint], *(significant(found.get(metric)) for metric in metrics)]
-        for (case, checkpoint), found in cells.items()
+        [*names, *(significant(row.get(metric)) for metric in metrics)]
+        for names, row in cells.items()
     ]
-    head = ["case", "checkpoint", "perplexity", "mean KL to FP32", "max KL", "top-1 agreement"]
+    head = ["case", "checkpoint", "bodies", "perplexity", "mean KL to FP32", "max KL", "top-1"]
     return markdown(head, lines) + conditions(meta)
 
 
