@@ -20,6 +20,8 @@ from test_namespace import bits
 
 from flint_kernels import ops
 
+pytestmark = pytest.mark.usefixtures("_each_cpu_body")
+
 PAGE = 16
 FP32 = torch.float32
 BOTH_MODES = pytest.mark.parametrize("dtype", [BF16, FP32])

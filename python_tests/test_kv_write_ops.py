@@ -12,6 +12,8 @@ from test_namespace import bits
 
 from flint_kernels import ops
 
+pytestmark = pytest.mark.usefixtures("_each_cpu_body")
+
 HQ, HKV, D = 4, 2, 32
 COLUMNS = (HQ + 2 * HKV) * D
 WEIGHTS = randn(D, seed=3), randn(D, seed=4)

@@ -21,6 +21,8 @@ from spec_float64 import (
 
 from flint_kernels import ops
 
+pytestmark = pytest.mark.usefixtures("_each_cpu_body")
+
 E4M3 = torch.float8_e4m3fn
 
 

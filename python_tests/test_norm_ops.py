@@ -22,6 +22,8 @@ from test_namespace import bits
 
 from flint_kernels import ops
 
+pytestmark = pytest.mark.usefixtures("_each_cpu_body")
+
 EPS = 1e-6
 
 

@@ -25,6 +25,8 @@ from spec_float64 import (
 
 from flint_kernels import ops
 
+pytestmark = pytest.mark.usefixtures("_each_cpu_body")
+
 NAN, INF = math.nan, math.inf
 
 

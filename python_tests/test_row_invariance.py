@@ -29,6 +29,8 @@ from test_namespace import bits
 
 from flint_kernels import ops
 
+pytestmark = pytest.mark.usefixtures("_each_cpu_body")
+
 ROWS = 33
 PARTS = [slice(i, i + 1) for i in range(0, ROWS, 5)] + [
     slice(0, 2), slice(1, 4), slice(3, 7), slice(2, 10), slice(16, 32), slice(0, 32), slice(ROWS),
