@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,6 +58,31 @@ def forbid_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("memory was taken before the file had been found faulty")
 
     monkeypatch.setattr("flint_kernels.loading.loader.allocate", refuse)
+
+
+_MEASURE = """
+import re, sys
+from pathlib import Path
+from flint_kernels.loading import load
+
+def status(field):
+    return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+load(sys.argv[1])  # what is loaded and allocated once is no part of the measurement
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
+model = load(sys.argv[2], max_positions=1)
+print(status("VmHWM") - before - sum(p.nbytes for p in model.parameters()))
+"""
+
+
+def peak_extra_memory(small: Path, large: Path) -> int:
+    """Bytes of a fresh process beside the module, at most, while it loads `large` on the CPU.
+
+    Pages of the mapped file count. `small` is loaded first, so that code does not.
+    """
+    command = [sys.executable, "-c", _MEASURE, str(small), str(large)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ import json
 import math
 import re
 import struct
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from loading_support import (
     bool_array,
     edited,
     forbid_allocation,
+    peak_extra_memory,
     raw_tensors,
     tiny_config,
     write_gguf,
@@ -301,22 +300,6 @@ def test_G4_loads_without_write_permission_and_without_a_warning(
         assert_same_parameters(load(path, config=CONFIG), model)
 
 
-MEASURE = """
-import re, sys
-from pathlib import Path
-from flint_kernels.loading import load
-
-def status(field):
-    return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-load(sys.argv[1])  # what is loaded and allocated once is no part of the measurement
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
-model = load(sys.argv[2], max_positions=1)
-print(status("VmHWM") - before - sum(p.nbytes for p in model.parameters()))
-"""
-
-
 def test_G5_peak_extra_memory_is_a_tensor_and_a_constant(good: Path, tmp_path: Path) -> None:
     config = tiny_config(
         hidden_size=512, moe_intermediate_size=512, num_experts=64, vocab_size=4096
@@ -326,13 +309,7 @@ def test_G5_peak_extra_memory_is_a_tensor_and_a_constant(good: Path, tmp_path: P
     largest = max(len(tensor.data) for tensor in raw_tensors(path))
     constant = 12 << 20  # buffers of the repack (4 MiB), of threads, of the allocator
     assert path.stat().st_size > 2 * (largest + constant)  # or reading it whole would pass
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(good), str(path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    extra = int(run.stdout)
+    extra = peak_extra_memory(good, path)
     assert extra <= largest + constant, f"{extra >> 20} MiB, largest tensor {largest >> 20} MiB"
 
 

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from loading_support import assert_same_parameters, forbid_allocation, tiny_config
+from loading_support import (
+    assert_same_parameters,
+    forbid_allocation,
+    peak_extra_memory,
+    tiny_config,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,7 +20,7 @@ from flint_kernels.formats import nvfp4
 from flint_kernels.loading import load, load_tokenizer, synthetic, transfer
 from flint_kernels.loading.export import save_bf16, save_modelopt, write_config
 from flint_kernels.loading.names import hf_targets
-from flint_kernels.loading.safetensors import INDEX_NAME
+from flint_kernels.loading.safetensors import INDEX_NAME, REMAP_BYTES
 from flint_kernels.model.flint import Flint
 
 CONFIG = tiny_config()
@@ -188,6 +193,18 @@ def test_the_way_to_an_accelerator_gives_the_same_bits(
     model = synthetic(CONFIG, weight_format, seed=6)
     (save_modelopt if weight_format == "nvfp4" else save_bf16)(model, tmp_path)
     assert_same_parameters(load(tmp_path), model)
+
+
+def test_G5_peak_extra_memory_is_a_constant(bf16: Path, tmp_path: Path) -> None:
+    config = tiny_config(
+        hidden_size=512, moe_intermediate_size=512, num_experts=64, vocab_size=4096
+    )
+    save_bf16(synthetic(config, "bf16", max_positions=1), tmp_path / "big")
+    size = (tmp_path / "big" / "model.safetensors").stat().st_size
+    constant = REMAP_BYTES + (16 << 20)  # what is mapped in, and buffers of threads and allocator
+    assert size > 2 * constant  # or a file that stays mapped in would pass
+    extra = peak_extra_memory(bf16, tmp_path / "big")
+    assert extra <= constant, f"{extra >> 20} MiB"
 
 
 # --------------------------------------------------------------------------- what is refused

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 
+REMAP_BYTES = 64 << 20
+"""How much of a file is mapped in before the mapping is renewed."""
+# The kernel maps in what is around a page too, 64 KiB as a rule.
+_READ_AHEAD_BYTES = 64 << 10
+
 _TYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 _HINTS = {
     ".input_scale": "it belongs to FP4 activations, and this package computes W4A16 only",
@@ -91,15 +96,18 @@ class _Shard:
     """One open file; its errors name it."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = self._open()
+
+    def _open(self) -> Any:
         from safetensors import SafetensorError, safe_open
 
-        self._path = path
-        self._error = SafetensorError
+        self._resident = 0
         try:
-            self._file: Any = safe_open(str(path), framework="pt", device="cpu")
+            return safe_open(str(self._path), framework="pt", device="cpu")
         except SafetensorError as error:
             raise ValueError(
-                f"{path}: got a damaged safetensors file ({error}); fetch it again"
+                f"{self._path}: got a damaged safetensors file ({error}); fetch it again"
             ) from error
 
     def found(self) -> Iterator[Found]:
@@ -111,13 +119,20 @@ class _Shard:
             yield Found(name, kind, shape, n_bytes, self._path)
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the mapped file: nothing is read before it is used."""
+        """A view of the mapped file: nothing is read before it is used.
+
+        Pages read through a mapping count as the process's memory, so now and then a new mapping
+        takes the place of the old one, which ends when its last tensor does.
+        """
+        if self._resident > REMAP_BYTES:
+            self._file = self._open()
         try:
             tensor: Tensor = self._file.get_tensor(name)
-        except self._error as error:
+        except Exception as error:  # SafetensorError, where the file has been changed meanwhile
             raise ValueError(
                 f"{self._path}: tensor {name!r}: cannot be read ({error}); fetch the file again"
             ) from error
+        self._resident += tensor.nbytes + _READ_AHEAD_BYTES
         return tensor
 
 
