@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("generate",)
+COMMANDS = ("generate", "validate", "info")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

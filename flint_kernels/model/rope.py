@@ -39,6 +39,9 @@ def cos_sin_table(
     if not theta > 0:
         raise ValueError(f"theta: got {theta}; want a number above 0; the usual one is 10000.")
     if isinstance(positions, int):
+        if torch.empty(0, device=device).is_meta:
+            # arange on meta would import the whole compiler first: seconds.
+            return torch.empty(positions, head_dim, dtype=torch.float32, device="meta")
         positions = torch.arange(positions, dtype=torch.float32, device=device)
     else:
         positions = positions.to(device=device, dtype=torch.float32)
