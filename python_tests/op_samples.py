@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
 from flint_kernels import ops
 from flint_kernels.formats import nvfp4
 
@@ -23,7 +24,9 @@ def rng(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
+def randn(
+    *shape: int, seed: int = 0, dtype: torch.dtype = BF16, scale: float = 1.0
+) -> torch.Tensor:
     return (torch.randn(*shape, generator=rng(seed)) * scale).to(dtype)
 
 
@@ -205,9 +208,7 @@ def _() -> Iterator[Call]:
     yield (strided(randn(3, 64)), *routing(3, 2, 4), *weights, randn(3, 64, seed=9)), {}
     topk_weights, topk_ids = routing(2, 3, 4)
     topk_ids[0, 1] = -1
-    yield (randn(2, 64), topk_weights, topk_ids, *weights), {
-        "workspace": ops.make_workspace("cpu")
-    }
+    yield (randn(2, 64), topk_weights, topk_ids, *weights), {"workspace": ops.make_workspace("cpu")}
 
 
 @samples("bf16_routed_experts")
@@ -262,9 +263,10 @@ def _() -> Iterator[Call]:
 def _() -> Iterator[Call]:
     weights = randn(64, seed=2), randn(16, 64, seed=3)
     yield (randn(3, 64), randn(3, 64, seed=1), *weights, 6), {}
-    yield (strided(randn(1, 64)), randn(1, 64, seed=1), *weights, 1, 1e-5), {
-        "workspace": ops.make_workspace("cpu")
-    }
+    yield (
+        (strided(randn(1, 64)), randn(1, 64, seed=1), *weights, 1, 1e-5),
+        {"workspace": ops.make_workspace("cpu")},
+    )
 
 
 @samples("nvfp4_moe_gate_up")

@@ -55,9 +55,7 @@ def test_result_does_not_depend_on_batchmates_or_chunks(chunk: int, max_batch: i
     """Prompts of several lengths that join and leave at different steps, sampled."""
     model = tiny.tiny_model()
     prompts = [_prompt(length, seed=length) for length in (1, 40, 7, 66)]
-    params = [
-        SamplingParams(seed=100 + i, max_new_tokens=n) for i, n in enumerate((9, 5, 14, 3))
-    ]
+    params = [SamplingParams(seed=100 + i, max_new_tokens=n) for i, n in enumerate((9, 5, 14, 3))]
     alone = [generate(model, [p], s)[0] for p, s in zip(prompts, params, strict=True)]
     together = generate(model, prompts, params, chunk=chunk, max_batch=max_batch)
     assert together == alone

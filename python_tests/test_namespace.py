@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from op_samples import SAMPLES, Call
+
 from flint_kernels import ops
 from flint_kernels.ops import REGISTRY
-from op_samples import SAMPLES, Call
 
 NAMES = sorted(REGISTRY)
 
@@ -157,7 +158,7 @@ def test_strided_inputs_equal_contiguous_ones(name: str) -> None:
 def test_compiles_without_a_graph_break(name: str) -> None:
     op = REGISTRY[name].packet.default
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *a, **k: op(*a, **k), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
     call = calls(name)[0]
     first, second = fresh(call), fresh(call)
     eager, traced = as_tuple(op(*first[0], **first[1])), as_tuple(compiled(*second[0], **second[1]))
@@ -171,7 +172,9 @@ def test_compiles_without_a_graph_break(name: str) -> None:
 def differentiable(call: Call) -> Call:
     floating = (torch.float32, torch.bfloat16)
     args = [
-        v.detach().clone().requires_grad_() if isinstance(v, torch.Tensor) and v.dtype in floating else v
+        v.detach().clone().requires_grad_()
+        if isinstance(v, torch.Tensor) and v.dtype in floating
+        else v
         for v in call[0]
     ]
     return tuple(args), call[1]
@@ -234,8 +237,8 @@ def test_C8_a_tensor_on_another_device_is_named() -> None:
         sinks = torch.zeros(4, device="cuda")
         good = {"block_table": table, "seq_lens": lens, "sinks": sinks}
         assert ops.attention_decode(q, cache, cache, **good).device.type == "cuda"
-        for argument in good:
-            bad = {**good, argument: good[argument].cpu()}
+        for argument, tensor in good.items():
+            bad = {**good, argument: tensor.cpu()}
             with pytest.raises(ValueError, match=f"'{argument}'.*cpu.*cuda"):
                 ops.attention_decode(q, cache, cache, **bad)
 

@@ -37,12 +37,12 @@ def register() -> None:
 
 def reference_body(name: str) -> Callable[..., Any]:
     """The plain PyTorch body of op `name`; it takes the op's arguments by name."""
-    return next(getattr(family, name) for family in _FAMILIES if hasattr(family, name))
+    bodies = (getattr(family, name, None) for family in _FAMILIES)
+    body: Callable[..., Any] = next(body for body in bodies if body is not None)
+    return body
 
 
-def _choice(
-    reference: Callable[..., Any], fast: Callable[..., Any] | None
-) -> Callable[..., Any]:
+def _choice(reference: Callable[..., Any], fast: Callable[..., Any] | None) -> Callable[..., Any]:
     if fast is None:
         return reference
 

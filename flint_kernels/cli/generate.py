@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def default_device() -> str:
-    """"cuda" where there is a GPU and every op has a body for it, else "cpu"."""
+    """ "cuda" where there is a GPU and every op has a body for it, else "cpu"."""
     import torch
 
     from flint_kernels.ops import REGISTRY

@@ -10,5 +10,6 @@ by all, `gguf` only by the last:
 `corpus` reads the text of the standard library of one CPython (name it with `--stdlib` when it is
 not the running one), trains the tokenizer on it and packs token files. `train` trains in BF16,
 then quantisation-aware with the BF16 model as teacher; it is made for one H200 and keeps within
-7.6 minutes, whatever the speed. `export` writes `checkpoint/bf16` and `checkpoint/nvfp4` and reads both back.
+7.6 minutes, whatever the speed. `export` writes `checkpoint/bf16` and `checkpoint/nvfp4` and reads
+both back.
 """

@@ -252,9 +252,7 @@ def generate(
     Raises:
         ValueError: as `Generation`.
     """
-    generation = Generation(
-        model, prompts, params, chunk=chunk, max_batch=max_batch, cache=cache
-    )
+    generation = Generation(model, prompts, params, chunk=chunk, max_batch=max_batch, cache=cache)
     for request, token in generation:
         if on_token is not None:
             on_token(request, token)

@@ -73,9 +73,7 @@ class Sampler:
         logits [B, V] fp32; positions [B] int64, where each new token will stand: the draw depends
         on the row's seed and position alone. Returns [B] int64.
         """
-        return calls.sample(
-            logits, self.temperature, self.top_k, self.top_p, self.seed, positions
-        )
+        return calls.sample(logits, self.temperature, self.top_k, self.top_p, self.seed, positions)
 
 
 def _check(name: str, got: object, fits: bool, want: str) -> None:

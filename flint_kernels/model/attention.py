@@ -29,9 +29,7 @@ class Attention(FormatModule):
         self.rope = config.has_rope(layer)
         self.eps = config.rms_norm_eps
         self.qkv_proj = make_linear(weight_format, config.hidden_size, config.qkv_sizes, device)
-        self.o_proj = make_linear(
-            weight_format, heads * head_dim, [config.hidden_size], device
-        )
+        self.o_proj = make_linear(weight_format, heads * head_dim, [config.hidden_size], device)
         self.q_norm = Weight(head_dim, device=device)
         self.k_norm = Weight(head_dim, device=device)
         self.sinks = parameter(heads, dtype=torch.float32, device=device)

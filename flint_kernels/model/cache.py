@@ -200,9 +200,7 @@ class PagedKVCache:
         for request, position in zip(requests, positions, strict=True):
             page, offset = divmod(position, page_size)
             slots.append(self._pages[request][page] * page_size + offset if self._full else -1)
-            window_slots.append(
-                (request * ring + page % ring) * page_size + offset if ring else -1
-            )
+            window_slots.append((request * ring + page % ring) * page_size + offset if ring else -1)
         seq_lens = [position + 1 for position in positions]
         sent = self._send(positions, slots, window_slots, seq_lens)
         table, window_table = self._tables(requests)
@@ -248,11 +246,14 @@ class PagedKVCache:
             window_slots.append(self._window_slots(request, page, offset, rows, end))
             cu_seqlens.append(cu_seqlens[-1] + end - context)
         wanted = [True] * len(requests) if wants_logits is None else wants_logits
-        last_rows = [
-            row - 1 for row, want in zip(cu_seqlens[1:], wanted, strict=True) if want
-        ]
+        last_rows = [row - 1 for row, want in zip(cu_seqlens[1:], wanted, strict=True) if want]
         sent = self._send(
-            _join(positions), _join(slots), _join(window_slots), ends, contexts, cu_seqlens,
+            _join(positions),
+            _join(slots),
+            _join(window_slots),
+            ends,
+            contexts,
+            cu_seqlens,
             last_rows,
         )
         table, window_table = self._tables(requests)
@@ -345,9 +346,7 @@ class PagedKVCache:
             return [torch.as_tensor(field, dtype=torch.int32) for field in fields]
         sizes = [len(field) for field in fields]
         padded = [-(-size // _ALIGN) * _ALIGN for size in sizes]
-        host = torch.zeros(
-            sum(padded), dtype=torch.int32, pin_memory=self.device.type == "cuda"
-        )
+        host = torch.zeros(sum(padded), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         for target, field, size in zip(torch.split(host, padded), fields, sizes, strict=True):
             target[:size] = torch.as_tensor(field, dtype=torch.int32)
         sent = host.to(self.device, non_blocking=True)

@@ -307,8 +307,10 @@ def _sliding_window(fields: Mapping[str, Any], layer_types: Any) -> int | None:
             "an integer, since layer_types names sliding_attention layers "
             "(or use_sliding_window false)",
         )
-    return None if window is None else _check_int(
-        "sliding_window", window, 1, _LIMITS["max_position_embeddings"]
+    return (
+        None
+        if window is None
+        else _check_int("sliding_window", window, 1, _LIMITS["max_position_embeddings"])
     )
 
 

@@ -121,13 +121,10 @@ class Flint(FormatModule):
         self.compute_dtype = compute_dtype
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size, device=device)
         self.layers = nn.ModuleList(
-            Layer(config, layer, weight_format, device)
-            for layer in range(config.num_hidden_layers)
+            Layer(config, layer, weight_format, device) for layer in range(config.num_hidden_layers)
         )
         self.norm = Weight(config.hidden_size, device=device)
-        self.lm_head = make_linear(
-            weight_format, config.hidden_size, [config.vocab_size], device
-        )
+        self.lm_head = make_linear(weight_format, config.hidden_size, [config.vocab_size], device)
         self.register_buffer("cos_sin", self._make_cos_sin(device), persistent=False)
         self.register_load_state_dict_post_hook(_complete_after_load)  # type: ignore[no-untyped-call]
 

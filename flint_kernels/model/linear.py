@@ -78,9 +78,7 @@ class Linear(FormatModule):
         """For gate | up rows: [M, N / 2] in the dtype of x."""
         raise NotImplementedError
 
-    def qkv_norm_rope_kv_write(
-        self, x: Tensor, *arguments: Any, workspace: Tensor
-    ) -> Tensor:
+    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor) -> Tensor:
         """For q | k | v rows: q [M, Hq, D]; `arguments` are the op's, from q_weight to eps."""
         raise NotImplementedError
 
@@ -117,9 +115,7 @@ class NVFP4Linear(Linear):
             x, self.weight, self.weight_scale, self.weight_scale_2
         )
 
-    def qkv_norm_rope_kv_write(
-        self, x: Tensor, *arguments: Any, workspace: Tensor
-    ) -> Tensor:
+    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor) -> Tensor:
         return calls.nvfp4_qkv_norm_rope_kv_write(
             x, self.weight, self.weight_scale, self.weight_scale_2, *arguments, workspace=workspace
         )
@@ -135,9 +131,7 @@ class BF16Linear(Linear):
         self, in_features: int, shards: Sequence[int], device: torch.device | None
     ) -> None:
         super().__init__(in_features, shards)
-        self.weight = parameter(
-            self.out_features, in_features, dtype=torch.bfloat16, device=device
-        )
+        self.weight = parameter(self.out_features, in_features, dtype=torch.bfloat16, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         return calls.bf16_linear(x, self.weight)
@@ -145,9 +139,7 @@ class BF16Linear(Linear):
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return calls.bf16_linear_silu_and_mul(x, self.weight)
 
-    def qkv_norm_rope_kv_write(
-        self, x: Tensor, *arguments: Any, workspace: Tensor
-    ) -> Tensor:
+    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor) -> Tensor:
         return calls.bf16_qkv_norm_rope_kv_write(x, self.weight, *arguments, workspace=workspace)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -27,9 +27,7 @@ class Checker:
     def fail(
         self, argument: str, got: object, want: object, remedy: str, error: type = ValueError
     ) -> None:
-        raise error(
-            f"flint::{self.op}: argument '{argument}': got {got}; want {want}. {remedy}"
-        )
+        raise error(f"flint::{self.op}: argument '{argument}': got {got}; want {want}. {remedy}")
 
     def tensor(
         self,
@@ -54,8 +52,7 @@ class Checker:
             )
         if shape is not None:
             fits = tensor.dim() == len(shape) and all(
-                want is None or size == want
-                for size, want in zip(tensor.shape, shape, strict=True)
+                want is None or size == want for size, want in zip(tensor.shape, shape, strict=True)
             )
             if not fits:
                 wanted = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
@@ -114,9 +111,7 @@ class Checker:
         """
         layout = "ModelOpt NVFP4 holds two codes a byte and one scale for 16 codes."
         if in_features % 16 != 0:
-            self.fail(
-                self.reference, f"{in_features} features", "a multiple of 16", layout
-            )
+            self.fail(self.reference, f"{in_features} features", "a multiple of 16", layout)
         self.tensor(prefix, weight, CODES, [*lead, in_features // 2], layout)
         lead = list(weight.shape[:-1])
         self.tensor(f"{prefix}_scale", scale, SCALES, [*lead, in_features // 16], layout)
@@ -129,7 +124,9 @@ class Checker:
                 "One fp32 global scale for the tensor, or one for each of its shards.",
             )
 
-    def paged_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, dtype_of: torch.Tensor) -> None:
+    def paged_cache(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, dtype_of: torch.Tensor
+    ) -> None:
         """[blocks, page, kv_heads, head_dim], any strides, last dimension contiguous."""
         for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             self.tensor(argument, cache, ACTIVATIONS, [None, None, None, None])

@@ -192,9 +192,7 @@ def _functional_body(declaration: Declaration, body: Body) -> Body:
         if not specs:
             return None
         results = results if len(specs) > 1 else (results,)
-        return _returned(
-            tuple(spec.laid_out(r) for spec, r in zip(specs, results, strict=True))
-        )
+        return _returned(tuple(spec.laid_out(r) for spec, r in zip(specs, results, strict=True)))
 
     return call
 
@@ -281,7 +279,7 @@ def _autograd_body(declaration: Declaration, overload: Any) -> Body:
                 f"flint::{declaration.name}.out writes into a given buffer and has no backward, "
                 "but an input requires grad. Run under torch.no_grad(), or detach the inputs."
             )
-        return _NoBackward.apply(declaration.name, below, *tensors)
+        return _NoBackward.apply(declaration.name, below, *tensors)  # type: ignore[no-untyped-call]
 
     return call
 
@@ -299,9 +297,7 @@ def _public(declaration: Declaration) -> Callable[..., Any]:
                 f"flint::{declaration.name}: argument 'out': got {len(outs)} tensors; want "
                 f"{len(declaration.outputs)}: {', '.join(declaration.outputs) or 'no out-variant'}."
             )
-        declaration.packet.out(
-            *args, **kwargs, **dict(zip(declaration.outputs, outs, strict=True))
-        )
+        declaration.packet.out(*args, **kwargs, **dict(zip(declaration.outputs, outs, strict=True)))
         return out
 
     signature = inspect.signature(declaration.infer)

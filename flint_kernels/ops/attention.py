@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from flint_kernels.ops._check import ACTIVATIONS, FLOAT, INT32, Checker
@@ -12,7 +14,9 @@ from flint_kernels.ops.workspace import check_workspace
 def _check_heads(check: Checker, q: torch.Tensor, kv_heads: int) -> None:
     heads = q.shape[1]
     if q.shape[2] == 0:
-        check.fail("q", f"shape {list(q.shape)}", "a head_dim of 1 or more", "Nothing to attend by.")
+        check.fail(
+            "q", f"shape {list(q.shape)}", "a head_dim of 1 or more", "Nothing to attend by."
+        )
     if kv_heads == 0 or heads % kv_heads != 0:
         check.fail(
             "q",
@@ -153,7 +157,7 @@ def _prefill_values(
 ) -> None:
     check = Checker(name, "q", q)
     bounds = cu_seqlens.tolist()
-    lengths = [after - before for before, after in zip(bounds, bounds[1:], strict=False)]
+    lengths = [after - before for before, after in pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] != q.shape[0] or any(length < 0 for length in lengths):
         check.fail(
             "cu_seqlens",

@@ -106,9 +106,7 @@ def nvfp4_linear_silu_and_mul(
     """
     check = Checker("nvfp4_linear_silu_and_mul", "x", x)
     check.rows("x", x)
-    check.nvfp4(
-        "weight", weight, weight_scale, weight_scale_2, [None], x.shape[-1], [[], [1], [2]]
-    )
+    check.nvfp4("weight", weight, weight_scale, weight_scale_2, [None], x.shape[-1], [[], [1], [2]])
     return Spec((*x.shape[:-1], _half_rows(check, weight)), x.dtype)
 
 
@@ -151,7 +149,8 @@ def nvfp4_lm_head(
 
     Args:
         x: [..., K], bfloat16 or float32, the normed hidden state; any strides.
-        weight, weight_scale, weight_scale_2: as in `nvfp4_linear`, one global scale; N = vocabulary.
+        weight, weight_scale, weight_scale_2: as in `nvfp4_linear`, one global scale;
+            N = vocabulary.
         enable_pdl: launch with programmatic dependent launch (GPU only).
 
     Returns: [..., vocabulary] float32, contiguous.

@@ -15,7 +15,6 @@ from flint_kernels.ops._check import ACTIVATIONS, CODES, Checker
 from flint_kernels.ops._declare import Spec, op
 from flint_kernels.ops.experts import (
     check_expert_ids,
-    check_pair,
     check_routing,
     check_top_k,
 )
@@ -89,9 +88,7 @@ def nvfp4_qkv_norm_rope_kv_write(
     """
     check = Checker("nvfp4_qkv_norm_rope_kv_write", "x", x)
     check.tensor("x", x, ACTIVATIONS, [None, None])
-    check.nvfp4(
-        "weight", weight, weight_scale, weight_scale_2, [None], x.shape[1], [[], [1], [3]]
-    )
+    check.nvfp4("weight", weight, weight_scale, weight_scale_2, [None], x.shape[1], [[], [1], [3]])
     check_rope_and_slots(
         check, x, q_weight, k_weight, cos_sin, positions, slot_mapping, k_cache, v_cache, eps
     )
@@ -200,7 +197,9 @@ def _down_values(name: str, topk_ids: torch.Tensor, w2: torch.Tensor, **_: objec
     check_expert_ids(name, topk_ids, w2.shape[0])
 
 
-def _acts(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, shared: torch.Tensor) -> tuple[Spec, Spec]:
+def _acts(
+    x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, shared: torch.Tensor
+) -> tuple[Spec, Spec]:
     return (
         Spec((x.shape[0], ids.shape[1], w13.shape[1] // 2), x.dtype),
         Spec((x.shape[0], shared.shape[0] // 2), x.dtype),
@@ -364,9 +363,7 @@ def nvfp4_moe_down(
     check = Checker("nvfp4_moe_down", "routed_act", routed_act)
     _check_acts(check, routed_act, shared_act, topk_weights, topk_ids)
     check.tensor("w2", w2, CODES, [None, None, None])
-    check.nvfp4(
-        "w2", w2, w2_scale, w2_scale_2, [None, None], routed_act.shape[2], [[w2.shape[0]]]
-    )
+    check.nvfp4("w2", w2, w2_scale, w2_scale_2, [None, None], routed_act.shape[2], [[w2.shape[0]]])
     check.nvfp4(
         "shared_w2",
         shared_w2,

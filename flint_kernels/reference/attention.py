@@ -125,9 +125,7 @@ def attention_prefill(
         keys, values = (rows[begin:end].to(torch.float32) for rows in (k, v))
         if context > oldest and k_cache is not None and v_cache is not None:
             assert block_table is not None  # the declaration has checked it
-            past_k, past_v = gather_pages(
-                (k_cache, v_cache), block_table[request], oldest, context
-            )
+            past_k, past_v = gather_pages((k_cache, v_cache), block_table[request], oldest, context)
             keys, values = torch.cat([past_k, keys]), torch.cat([past_v, values])
         else:
             oldest = context
