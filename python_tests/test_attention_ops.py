@@ -348,6 +348,24 @@ def test_decode_against_float64(window: int, with_sinks: bool, scale: float | No
         assert (f64(got) - truth).norm() <= 2 * (f64(plain) - truth).norm()
 
 
+@WAYS
+@BOTH_MODES
+def test_the_row_sum_is_made_of_unrounded_terms(attend, dtype) -> None:
+    """A thousand keys of p = 0.5017, which BF16 rounds to 0.5, and one of p = 1; all values 1."""
+    q, k = torch.zeros(1, 16, dtype=dtype), torch.zeros(1001, 1, 16, dtype=dtype)
+    # exp(-0.6897) = 0.50173: the logit of the largest key is 0.6897 above the others'.
+    q[0, :2] = torch.tensor([2.0, 2.0**-6])
+    k[500, 0, :2] = torch.tensor([1.375, 0.5])
+    p = math.exp(-(2 * 1.375 + 2.0**-7) / 4)
+    assert 0.5 < p < 0.5 + 2**-9
+    out = attend(q, k, torch.ones_like(k))
+    want = (1 + 1000 * 0.5) / (1 + 1000 * p) if dtype == BF16 else 1.0
+    assert want < 1 - 2**-9 or dtype == FP32  # so BF16 cannot round it to 1
+    tolerance = 2**-9 if dtype == BF16 else 1e-5
+    assert out.flatten().tolist() == pytest.approx([want] * 16, rel=tolerance)
+    assert bool((out < 1 - 2**-9).all()) == (dtype == BF16)
+
+
 def to_bf16_but_last():
     """Rounds P (one-dimensional) and leaves the final output for `assert_rounds` to round."""
     return lambda value: to_bf16(value) if value.dim() == 1 else value
