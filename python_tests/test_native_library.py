@@ -293,11 +293,10 @@ def test_build_info() -> None:
     info = native.build_info()
     assert info["built"] is True
     assert info["torch_minimum"] == "2.11"
-    assert info["ops"] == [
-        "flint_native::dequantize_out",
-        "flint_native::gguf_to_modelopt_out",
-        "flint_native::modelopt_to_gguf_out",
-    ]
+    assert "flint_native::gguf_to_modelopt_out" in info["ops"]
+    assert native.is_available()
+    registered = torch._C._dispatch_get_all_op_names()
+    assert set(info["ops"]) == {name for name in registered if name.startswith("flint_native::")}
 
 
 def test_the_library_uses_the_stable_abi_alone() -> None:

@@ -1,42 +1,17 @@
-// Binds the CPU's NVFP4 kernels to torch as ops of the private namespace `flint_native`.
-//
-// Only the stable ABI is used (torch/csrc/stable, torch/headeronly), so one binary serves every
-// torch from TORCH_TARGET_VERSION on, and any Python. The public ops, their schemas and their
-// error messages are Python's: flint_kernels/ops. The checks here are the last line, against a
-// wrong buffer.
+// Binds the CPU's NVFP4 conversions to torch as ops of the private namespace `flint_native`.
 #include "cpu/nvfp4.h"
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
 
 #include "nvfp4_layout.h"
+#include "torch/binding.h"
 
 namespace flint {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+const uint8_t* bytes(const Tensor& tensor) { return data<uint8_t>(tensor); }
 
-void check(const Tensor& tensor, const char* name, ScalarType type, int64_t count) {
-  STD_TORCH_CHECK(tensor.is_cpu(), name, ": want a CPU tensor");
-  STD_TORCH_CHECK(tensor.is_contiguous(), name, ": want a contiguous tensor");
-  STD_TORCH_CHECK(tensor.scalar_type() == type, name, ": got scalar type ",
-                  static_cast<int>(tensor.scalar_type()), ", want ", static_cast<int>(type));
-  STD_TORCH_CHECK(tensor.numel() == count, name, ": got ", tensor.numel(), " elements, want ",
-                  count);
-}
-
-const uint8_t* bytes(const Tensor& tensor) {
-  return static_cast<const uint8_t*>(tensor.const_data_ptr());
-}
-
-uint8_t* mutable_bytes(const Tensor& tensor) {
-  return static_cast<uint8_t*>(tensor.mutable_data_ptr());
-}
+uint8_t* mutable_bytes(const Tensor& tensor) { return mutable_data<uint8_t>(tensor); }
 
 // Returns the number of super-blocks after checking all three tensors of a repack.
 int64_t check_repack(const Tensor& blocks, const Tensor& weight, const Tensor& scale) {
