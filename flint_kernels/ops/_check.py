@@ -93,7 +93,7 @@ class Checker:
 
     def positive(self, argument: str, value: float) -> None:
         if not value > 0:
-            self.fail(argument, value, "a value above 0", "")
+            self.fail(argument, value, "a value above 0", "Pass the one of the model's config.")
 
     def nvfp4(
         self,

@@ -167,7 +167,10 @@ def _prefill_values(
         )
     if max_query_len is not None and lengths and max(lengths) > max_query_len:
         check.fail(
-            "max_query_len", max_query_len, f"at least {max(lengths)}, the longest chunk", ""
+            "max_query_len",
+            max_query_len,
+            f"at least {max(lengths)}, the longest chunk",
+            "It is a bound: pass a larger one, or None.",
         )
     if k_cache is not None and block_table is not None and context_lens is not None:
         # The first query of a chunk sees window - 1 tokens of the past.
@@ -251,6 +254,6 @@ def attention_prefill(
         check.tensor("context_lens", context_lens, INT32, [requests])  # type: ignore[arg-type]
     _check_options(check, q.shape[1], sinks, window, scale)
     if max_query_len is not None and max_query_len < 0:
-        check.fail("max_query_len", max_query_len, "0 or more, or None", "")
+        check.fail("max_query_len", max_query_len, "0 or more, or None", "None bounds it by T.")
     check_workspace(check, workspace)
     return Spec(tuple(q.shape), q.dtype)

@@ -41,7 +41,9 @@ def router_topk(
 
 def check_top_k(check: Checker, top_k: int, experts: int) -> None:
     if not 1 <= top_k <= experts:
-        check.fail("top_k", top_k, f"1 to {experts}, the number of experts", "")
+        check.fail(
+            "top_k", top_k, f"1 to {experts}, the number of experts", "See num_experts_per_tok."
+        )
 
 
 def check_routing(

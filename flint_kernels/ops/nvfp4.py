@@ -63,17 +63,27 @@ def nvfp4_dequantize(
     check = Checker("nvfp4_dequantize", "weight", weight)
     check.tensor("weight", weight, CODES)
     if weight.dim() < 1 or weight.shape[-1] % 8 != 0:
-        check.fail("weight", f"shape {list(weight.shape)}", "[..., K / 2], K a multiple of 16", "")
+        check.fail(
+            "weight",
+            f"shape {list(weight.shape)}",
+            "[..., K / 2], K a multiple of 16",
+            "Two codes a byte; a scale covers 16.",
+        )
     lead, half = weight.shape[:-1], weight.shape[-1]
     check.tensor("weight_scale", weight_scale, SCALES, [*lead, half // 8])
     if weight_scale_2 is not None:
         check.tensor("weight_scale_2", weight_scale_2, FLOAT)
         if list(weight_scale_2.shape) not in ([], [1]):
             check.fail(
-                "weight_scale_2", f"shape {list(weight_scale_2.shape)}", "shape [] or [1]", ""
+                "weight_scale_2",
+                f"shape {list(weight_scale_2.shape)}",
+                "shape [] or [1]",
+                "Dequantise each shard or expert by itself.",
             )
     if dtype not in ACTIVATIONS:
-        check.fail("dtype", dtype, "torch.float32 or torch.bfloat16", "", TypeError)
+        check.fail(
+            "dtype", dtype, "torch.float32 or torch.bfloat16", "Convert afterwards.", TypeError
+        )
     return Spec((*lead, half * 2), dtype)
 
 

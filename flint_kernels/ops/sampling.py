@@ -22,7 +22,7 @@ def _values(
     if not bool(((temperature >= 0) & torch.isfinite(temperature)).all()):
         check.fail("temperature", temperature.tolist(), "finite values of 0 or more", "0: greedy.")
     if bool((top_k < 0).any()):
-        check.fail("top_k", top_k.tolist(), "0 (all) or more", "")
+        check.fail("top_k", top_k.tolist(), "0 or more", "0 keeps all tokens.")
     if not bool(((top_p > 0) & (top_p <= 1)).all()):
         check.fail("top_p", top_p.tolist(), "values in (0, 1]", "1: all.")
     if not bool((logits > -torch.inf).any(dim=1).all()):
@@ -76,7 +76,9 @@ def sample(
     check.tensor("logits", logits, FLOAT, [None, None], "The LM head gives fp32 logits.")
     rows = [logits.shape[0]]
     if logits.shape[1] == 0:
-        check.fail("logits", "an empty vocabulary", "at least one token", "")
+        check.fail(
+            "logits", "an empty vocabulary", "at least one token", "Is it the head's output?"
+        )
     check.tensor("temperature", temperature, FLOAT, rows)
     check.tensor("top_k", top_k, INT32, rows)
     check.tensor("top_p", top_p, FLOAT, rows)
