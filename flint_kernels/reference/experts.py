@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from flint_kernels.formats.repack import dequantize
-from flint_kernels.reference.numerics import aligned, aligned_rows, sigmoid
+from flint_kernels.reference.numerics import aligned, matmul_rows, sigmoid
 
 # Experts expanded to fp32 at a time: bounds the scratch of a prefill that selects all of them.
 _EXPERTS_AT_A_TIME = 8
@@ -55,23 +55,21 @@ def expand_bf16(weight: torch.Tensor) -> Expand:
 
 
 def _entry_sums(
-    rows: torch.Tensor, row_of_entry: list[int], topk_ids: torch.Tensor, expand: Expand, out: int
+    rows: torch.Tensor, row_of_entry: torch.Tensor, topk_ids: torch.Tensor, expand: Expand, out: int
 ) -> torch.Tensor:
     """`rows[row_of_entry[i]] x weight of expert topk_ids[i]` for each entry i -> [entries, out].
 
     fp32 sums without global scales; zeros for a skipped entry.
     """
-    ids = topk_ids.flatten().tolist()
-    experts = sorted({expert for expert in ids if expert >= 0})
-    vectors = aligned_rows(rows)
-    sums = [vectors[0].new_zeros(out)] * len(ids) if vectors else []
+    ids = topk_ids.flatten()
+    experts = [expert for expert in ids.unique().tolist() if expert >= 0]
+    sums = rows.new_zeros(ids.shape[0], out, dtype=torch.float32)
     for start in range(0, len(experts), _EXPERTS_AT_A_TIME):
         batch = experts[start : start + _EXPERTS_AT_A_TIME]
-        weights = dict(zip(batch, map(aligned, expand(batch)), strict=True))
-        for entry, expert in enumerate(ids):
-            if expert in weights:
-                sums[entry] = torch.mv(weights[expert], vectors[row_of_entry[entry]])
-    return torch.stack(sums) if sums else rows.new_zeros(0, out, dtype=torch.float32)
+        for expert, weight in zip(batch, expand(batch), strict=True):
+            entries = torch.nonzero(ids == expert).squeeze(1)
+            sums[entries] = matmul_rows(rows[row_of_entry[entries]], aligned(weight))
+    return sums
 
 
 def routed_gate_up(
@@ -79,7 +77,7 @@ def routed_gate_up(
 ) -> torch.Tensor:
     """`round(g * sigmoid(g) * u)` for every entry of topk_ids -> [M, top_k, out / 2]."""
     top_k = topk_ids.shape[1]
-    row_of_entry = [entry // top_k for entry in range(topk_ids.numel())]
+    row_of_entry = torch.arange(topk_ids.numel(), device=x.device) // top_k
     gate, up = _entry_sums(x, row_of_entry, topk_ids, expand, out).chunk(2, dim=1)
     if scale_2 is not None:
         scales = scale_2[topk_ids.flatten().clamp_min(0)]
@@ -97,8 +95,8 @@ def routed_down(
     hidden: int,
 ) -> torch.Tensor:
     """`round(sum(weight * round(scale * sum(act * w))))` in the order of selection -> [M, H]."""
-    entries = list(range(topk_ids.numel()))
-    rows = acts.reshape(len(entries), acts.shape[-1])
+    entries = torch.arange(topk_ids.numel(), device=acts.device)
+    rows = acts.reshape(entries.shape[0], acts.shape[-1])
     sums = _entry_sums(rows, entries, topk_ids, expand, hidden)
     if scale_2 is not None:
         sums = sums * scale_2[topk_ids.flatten().clamp_min(0)].unsqueeze(1)
