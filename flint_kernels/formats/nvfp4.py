@@ -89,26 +89,36 @@ def quantize(
             f"x: got K = {k}, want a multiple of {BLOCK_VALUES}; pad the last dimension with "
             "zeros (and that of the activations it is multiplied with)"
         )
-    blocks = x.float().reshape(*x.shape[:-1], k // BLOCK_VALUES, BLOCK_VALUES)
-    block_amax = blocks.abs().amax(dim=-1)
-    amax = block_amax.max() if block_amax.numel() else block_amax.new_zeros(())
-    if not bool(torch.isfinite(amax)):
+    if not bool(torch.isfinite(_block_maxima(_blocks(x))).all()):
         raise ValueError(
             f"x: got NaN or infinity in {list(x.shape)}, want finite values (in fp32); "
             "NVFP4 can hold neither: repair the weights first"
         )
-
-    if global_scale is None:
-        # The floor is the smallest normal number: a subnormal global scale has too few bits.
-        floor = torch.finfo(torch.float32).tiny
-        scale_2 = torch.where(amax > 0, (amax / (E2M1_MAX * E4M3_MAX)).clamp_min(floor), 1.0)
-    else:
-        scale_2 = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
-        if not bool((torch.isfinite(scale_2) & (scale_2 > 0)).all()):
+    if global_scale is not None:
+        global_scale = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
+        if not bool((torch.isfinite(global_scale) & (global_scale > 0)).all()):
             raise ValueError(
                 "global_scale: got a value that is zero, negative or not finite, want finite "
                 "values above 0; leave it out to have it computed"
             )
+    return encode(x, global_scale)
+
+
+def encode(x: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`quantize` that trusts its arguments and so reads no value back from the device.
+
+    Of NaN, infinity or a bad ``global_scale`` it makes codes and scales without a meaning.
+    """
+    k = x.shape[-1]
+    blocks = _blocks(x)
+    block_amax = _block_maxima(blocks)
+    if global_scale is None:
+        amax = block_amax.max() if block_amax.numel() else block_amax.new_zeros(())
+        # The floor is the smallest normal number: a subnormal global scale has too few bits.
+        floor = torch.finfo(torch.float32).tiny
+        scale_2 = torch.where(amax > 0, (amax / (E2M1_MAX * E4M3_MAX)).clamp_min(floor), 1.0)
+    else:
+        scale_2 = global_scale
     spread = _spread_global(scale_2, x.shape[:-2], "global_scale")
 
     scale = (block_amax / E2M1_MAX / spread).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
@@ -123,6 +133,15 @@ def quantize(
     code |= torch.signbit(blocks).to(torch.uint8) << 3
     code = code.view(*x.shape[:-1], k // 2, 2)
     return code[..., 0] | (code[..., 1] << 4), scale, scale_2
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[..., K] -> [..., K / 16, 16] fp32."""
+    return x.float().reshape(*x.shape[:-1], x.shape[-1] // BLOCK_VALUES, BLOCK_VALUES)
+
+
+def _block_maxima(blocks: Tensor) -> Tensor:
+    return blocks.abs().amax(dim=-1)
 
 
 def _spread_global(scale_2: Tensor, leading: torch.Size, name: str) -> Tensor:
