@@ -5,6 +5,11 @@ TORCH_MINIMUM on. So the wheel's tag is py3-none-<platform>. Where nothing can b
 installation still succeeds, and the PyTorch bodies of the same functions are used; a small JSON
 file beside the library says what was built, or why nothing was.
 
+With nvcc (in CUDA_HOME, or on PATH) the library also has the GPU kernels, as machine code for each
+architecture of CUDA_ARCHITECTURES; FLINT_KERNELS_CUDA_ARCHS names others ("90a 100a"), or none
+("none"). The CUDA runtime is linked in and torch's CUDA library is not, so the same file loads
+where there is no GPU, no driver and no CUDA build of torch.
+
     pip install --no-build-isolation -e .     for development
     python setup.py build_ext --inplace       to rebuild the library after a change in csrc/
 
@@ -45,6 +50,9 @@ LIBRARY = Path("flint_kernels/lib/libflint_kernels.so")
 INFO = LIBRARY.with_suffix(".json")
 
 TORCH_MINIMUM = (2, 11)
+# "a": with the instructions that only this architecture has (wgmma, tcgen05), and for it alone.
+CUDA_ARCHITECTURES = ("90a", "100a", "103a", "120a")
+CUDA_ARCHITECTURES_VARIABLE = "FLINT_KERNELS_CUDA_ARCHS"
 # The oldest x86-64 with SSSE3's byte shuffles; every x86 server since about 2011 has it.
 X86_LEVEL = "x86-64-v2"
 
@@ -54,12 +62,70 @@ class BuildError(Exception):
 
 
 @dataclass(frozen=True)
+class Cuda:
+    """nvcc, its toolkit, and what to compile for."""
+
+    nvcc: str
+    version: str
+    include: Path
+    runtime: Path  # libcudart_static.a
+    architectures: tuple[str, ...]
+
+    @staticmethod
+    def find() -> Cuda:
+        """Raises BuildError where there is no nvcc, or it is switched off."""
+        wanted = os.environ.get(CUDA_ARCHITECTURES_VARIABLE, " ".join(CUDA_ARCHITECTURES))
+        names = [name.removeprefix("sm_") for name in re.split(r"[\s,;]+", wanted) if name]
+        if not names or names == ["none"]:
+            raise BuildError(f"it is switched off by {CUDA_ARCHITECTURES_VARIABLE}")
+        for name in names:
+            if not re.fullmatch(r"\d{2,3}[af]?", name):
+                raise BuildError(
+                    f"{CUDA_ARCHITECTURES_VARIABLE} got {name!r}, want names like 90a, apart by "
+                    "spaces"
+                )
+        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+        nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+        if nvcc is None:
+            where = f"in {home}/bin, which CUDA_HOME names" if home else "on PATH"
+            raise BuildError(f"nvcc was not found {where}; install CUDA 13, or set CUDA_HOME")
+        known = _output(nvcc, "--list-gpu-code").split()
+        unknown = [name for name in names if f"sm_{name.rstrip('af')}" not in known]
+        if unknown:
+            print(f"flint-kernels: this nvcc does not know sm_{', sm_'.join(unknown)}", flush=True)
+        names = [name for name in names if name not in unknown]
+        if not names:
+            raise BuildError("nvcc knows none of the wanted architectures; install CUDA 13")
+        # nvcc may be a script that calls another one, so it is asked where its toolkit is.
+        dry_run = subprocess.run(
+            [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
+        ).stderr
+        found = re.search(r"^#\$ TOP=(.*)$", dry_run, re.M)
+        top = Path(found.group(1).strip() if found else Path(nvcc).parents[1]).resolve()
+        targets = [*top.glob(f"targets/{platform.machine()}-linux"), top]
+        for root in targets:
+            for runtime in (root / "lib", root / "lib64"):
+                header = root / "include" / "cuda_runtime.h"
+                if (runtime / "libcudart_static.a").exists() and header.exists():
+                    version = _output(nvcc, "--version").splitlines()[-2]
+                    library = runtime / "libcudart_static.a"
+                    return Cuda(nvcc, version, header.parent, library, tuple(names))
+        raise BuildError(f"the toolkit in {top} lacks cuda_runtime.h or libcudart_static.a")
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@dataclass(frozen=True)
 class Toolchain:
     compiler: str
     compiler_version: str
     ninja: str
     torch_dir: Path
     torch_version: str
+    cuda: Cuda | None
+    no_cuda_reason: str | None
 
     @staticmethod
     def find() -> Toolchain:
@@ -78,11 +144,16 @@ class Toolchain:
         torch_version = importlib.metadata.version("torch")
         if _release(torch_version) < TORCH_MINIMUM:
             raise BuildError(f"torch {torch_version} is older than {_dotted(TORCH_MINIMUM)}")
-        version = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, check=True
-        ).stdout.splitlines()[0]
+        version = _output(compiler, "--version").splitlines()[0]
         torch_dir = Path(spec.submodule_search_locations[0])
-        return Toolchain(compiler, version, ninja, torch_dir, torch_version)
+        cuda, no_cuda_reason = None, None
+        try:
+            cuda = Cuda.find()
+        except BuildError as reason:
+            no_cuda_reason = str(reason)
+        return Toolchain(
+            compiler, version, ninja, torch_dir, torch_version, cuda, no_cuda_reason
+        )
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -108,6 +179,20 @@ def cpu_flags(tools: Toolchain) -> list[str]:
         f"-DTORCH_TARGET_VERSION={target:#018x}",
         f"-I{ROOT / SOURCE_DIR}",
         f"-isystem {tools.torch_dir / 'include'}",
+        *([f"-isystem {tools.cuda.include}"] if tools.cuda else []),
+    ]
+
+
+def cuda_flags(tools: Toolchain, cuda: Cuda) -> list[str]:
+    host = "-fPIC,-fvisibility=hidden,-Wall,-Wextra," + f"-ffile-prefix-map={ROOT}=."
+    return [
+        "-std=c++20 -O3",
+        f"-ccbin {tools.compiler} -Xcompiler={host}",
+        "--expt-relaxed-constexpr",  # std::bit_cast, in the headers that host and device share
+        "-Xptxas=-v",  # registers and spills, kept beside the object
+        "--threads 2",
+        *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in cuda.architectures),
+        f"-I{ROOT / SOURCE_DIR}",
     ]
 
 
@@ -115,18 +200,19 @@ def link_flags(tools: Toolchain) -> list[str]:
     # libtorch_cpu is the only torch library named: a CPU-only torch has it, and so has every
     # other. No run path: it is already loaded when the library is. `-z now`: a function that a
     # torch lacks is an error at load, with a message, and not an abort at the first call.
-    return [
+    flags = [
         "-shared -pthread -Wl,--no-undefined -Wl,--as-needed -Wl,-z,now",
         f"-L{tools.torch_dir / 'lib'} -ltorch_cpu",
     ]
+    if tools.cuda:
+        # A runtime of its own, hidden: exported, its functions and those of the runtime that torch
+        # loads would take each other's calls.
+        flags.append(f"{tools.cuda.runtime} -Wl,--exclude-libs,libcudart_static.a -ldl -lrt")
+    return flags
 
 
 def ninja_file(tools: Toolchain, library: Path) -> str:
-    """Sources to objects, objects to the library.
-
-    A source language is a rule and a loop: CUDA's .cu files become objects of a second rule,
-    `nvcc`, and join the same link.
-    """
+    """Sources to objects, objects to the library; a source language is a rule and a loop."""
     lines = [
         "ninja_required_version = 1.3",
         "rule cxx",
@@ -134,16 +220,32 @@ def ninja_file(tools: Toolchain, library: Path) -> str:
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = C++ $in",
+        *(cuda_rule(tools, tools.cuda) if tools.cuda else []),
         "rule link",
         f"  command = {tools.compiler} $in -o $out {' '.join(link_flags(tools))}",
         "  description = link $out",
     ]
     objects = []
-    for source in sources("*.cpp"):
+    for source in cpp_sources(with_cuda=tools.cuda is not None):
         objects.append(f"{source}.o")
         lines.append(f"build {objects[-1]}: cxx {_escape(ROOT / source)}")
+    for source in sources("*.cu") if tools.cuda else []:
+        objects.append(f"{source}.o")
+        lines.append(f"build {objects[-1]}: nvcc {_escape(ROOT / source)}")
     lines.append(f"build {_escape(library)}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
+
+
+def cuda_rule(tools: Toolchain, cuda: Cuda) -> list[str]:
+    # ptxas writes of registers and spills where errors go; the messages go to a file first.
+    command = f"{cuda.nvcc} -MMD -MF $out.d {' '.join(cuda_flags(tools, cuda))} -c $in -o $out"
+    return [
+        "rule nvcc",
+        f"  command = {command} > $out.{PTXAS} 2>&1 || (cat $out.{PTXAS}; exit 1)",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = CUDA $in",
+    ]
 
 
 def _escape(path: Path) -> str:
@@ -155,10 +257,51 @@ def sources(pattern: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in found]
 
 
-def registered_ops() -> list[str]:
+def cpp_sources(*, with_cuda: bool) -> list[str]:
+    """The .cpp files; bindings of GPU kernels, csrc/torch/cuda_*.cpp, need the CUDA headers."""
+    found = sources("*.cpp")
+    return [s for s in found if with_cuda or not Path(s).name.startswith("cuda_")]
+
+
+def kernel_resources(work: Path) -> list[dict[str, Any]]:
+    """What ptxas says of each kernel and architecture: registers, spills, stack, shared memory."""
+    kernels = []
+    for path in sorted(work.rglob(f"*.{PTXAS}")):
+        text = path.read_text()
+        for name, arch, body in re.findall(
+            r"Compiling entry function '(\w+)' for 'sm_(\w+)'(.*?)(?=Compiling entry|\Z)", text, re.S
+        ):
+            used = {
+                key: int(found.group(1)) if (found := re.search(pattern, body)) else 0
+                for key, pattern in _RESOURCES.items()
+            }
+            source = str(path.relative_to(work)).removesuffix(f".o.{PTXAS}")
+            kernels.append({"kernel": name, "source": source, "architecture": arch, **used})
+    demangler = shutil.which("c++filt")
+    if demangler is not None and kernels:
+        names = "\n".join(kernel["kernel"] for kernel in kernels)
+        plain = subprocess.run(
+            [demangler], input=names, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        for kernel, name in zip(kernels, plain, strict=True):
+            kernel["kernel"] = re.sub(r"^void |flint::cuda::|\(anonymous namespace\)::|\(.*", "", name)
+    return kernels
+
+
+PTXAS = "ptxas"  # the suffix of the files that hold its messages
+_RESOURCES = {
+    "registers": r"Used (\d+) registers",
+    "spill_store_bytes": r"(\d+) bytes spill stores",
+    "spill_load_bytes": r"(\d+) bytes spill loads",
+    "stack_bytes": r"(\d+) bytes stack frame",
+    "shared_bytes": r"(\d+) bytes smem",
+}
+
+
+def registered_ops(*, with_cuda: bool) -> list[str]:
     """The ops that the bindings register, as `namespace::name`."""
     names = []
-    for source in sources("torch/*.cpp"):
+    for source in cpp_sources(with_cuda=with_cuda):
         text = (ROOT / source).read_text()
         for namespace, body in re.findall(
             r"LIBRARY_IMPL\((\w+),[^{]*\{(.*?)^\}", text, re.S | re.M
@@ -174,17 +317,30 @@ def build_library(library: Path, work: Path) -> dict[str, Any]:
     library.parent.mkdir(parents=True, exist_ok=True)
     (work / "build.ninja").write_text(ninja_file(tools, library.resolve()))
     print(f"flint-kernels: building {library} with {tools.compiler_version}", flush=True)
+    cuda = tools.cuda
+    if cuda:
+        print(
+            f"flint-kernels: GPU kernels for sm_{', sm_'.join(cuda.architectures)} with nvcc, "
+            f"{cuda.version}",
+            flush=True,
+        )
+    else:
+        print(f"flint-kernels: WITHOUT GPU kernels: {tools.no_cuda_reason}", flush=True)
     done = subprocess.run([tools.ninja, "-C", str(work)], check=False)
     if done.returncode:
-        raise BuildError(f"{tools.compiler} failed (its messages are in the build's output)")
+        failed = f"{tools.compiler} or {cuda.nvcc}" if cuda else tools.compiler
+        raise BuildError(f"{failed} failed (its messages are in the build's output)")
     return {
         "built": True,
         "torch_built_with": tools.torch_version,
         "torch_minimum": _dotted(TORCH_MINIMUM),
         "compiler": tools.compiler_version,
         "cpu_architecture": X86_LEVEL if platform.machine() == "x86_64" else platform.machine(),
-        "cuda_architectures": [],
-        "ops": registered_ops(),
+        "cuda_architectures": [f"sm_{arch}" for arch in cuda.architectures] if cuda else [],
+        "cuda_compiler": cuda.version if cuda else None,
+        "cuda_why_not": tools.no_cuda_reason,
+        "ops": registered_ops(with_cuda=cuda is not None),
+        "cuda_kernels": kernel_resources(work) if cuda else [],
     }
 
 
@@ -246,6 +402,8 @@ class SourceDistribution(sdist):  # type: ignore[misc]
 
 setup(
     # Its sources are the build's own business (BuildLibrary), its name that of the library.
-    ext_modules=[Extension("flint_kernels.lib.libflint_kernels", sources=sources("*.cpp"))],
+    ext_modules=[
+        Extension("flint_kernels.lib.libflint_kernels", sources=sources("*.cpp") + sources("*.cu"))
+    ],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel, "sdist": SourceDistribution},
 )

@@ -18,6 +18,27 @@ FLINT_HD constexpr int64_t slot_offset(const PageStrides& strides, int64_t page_
   return slot / page_size * strides.block + slot % page_size * strides.row + head * strides.head;
 }
 
+// Of a row to be cached: `slot` -1 asks for nothing, any other is to lie in the cache. `inside`: its
+// position is one of the table's, or there is no table.
+enum class RowOutcome : uint8_t {
+  kCompute,  // q and k, and the cache where there is a slot
+  kZeros,    // padding: zeros, no write
+  kNaN,      // a slot or a position that does not exist: NaN, no write
+};
+
+FLINT_HD constexpr RowOutcome row_outcome(int64_t slot, int64_t slots, bool inside) {
+  if (slot < -1 || slot >= slots) return RowOutcome::kNaN;
+  if (inside) return RowOutcome::kCompute;
+  return slot < 0 ? RowOutcome::kZeros : RowOutcome::kNaN;
+}
+
+static_assert(row_outcome(-1, 64, true) == RowOutcome::kCompute);
+static_assert(row_outcome(-1, 64, false) == RowOutcome::kZeros);
+static_assert(row_outcome(63, 64, true) == RowOutcome::kCompute);
+static_assert(row_outcome(63, 64, false) == RowOutcome::kNaN);
+static_assert(row_outcome(64, 64, true) == RowOutcome::kNaN);
+static_assert(row_outcome(-2, 64, true) == RowOutcome::kNaN);
+
 // The slot of `position` in a request whose pages `table` names.
 FLINT_HD constexpr int64_t position_slot(const int32_t* table, int64_t page_size,
                                          int64_t position) {

@@ -37,11 +37,36 @@ def why_not() -> str | None:
     return load(LIBRARY_PATH)
 
 
+@cache
+def cuda_why_not(capability: tuple[int, int]) -> str | None:
+    """Why the library's kernels do not run on a GPU of this compute capability, or None.
+
+    A kernel is machine code for one architecture, and there is none to fall back on.
+    """
+    if (reason := why_not()) is not None:
+        return reason
+    info = build_info()
+    built = info["cuda_architectures"]
+    if not built:
+        return (
+            f"The native library has no GPU kernels: {info['cuda_why_not']}. To build them, "
+            f"{_REBUILD}."
+        )
+    wanted = "sm_{}{}".format(*capability)
+    if any(name.rstrip("af") == wanted for name in built):
+        return None
+    return (
+        f"The native library has no kernels for this GPU: it has code for {', '.join(built)}, and "
+        f"the GPU needs {wanted}. To build it, set FLINT_KERNELS_CUDA_ARCHS and {_REBUILD}."
+    )
+
+
 def build_info(path: Path = LIBRARY_PATH) -> dict[str, Any]:
     """What the build wrote beside the library; empty where there was no build.
 
     Keys: built, reason (where it was not), torch_built_with, torch_minimum, compiler,
-    cpu_architecture, cuda_architectures, ops.
+    cpu_architecture, cuda_architectures, cuda_compiler, cuda_why_not (where it has no GPU kernels),
+    ops, cuda_kernels (registers, spills and shared memory of each, as ptxas reports them).
     """
     try:
         info = json.loads(path.with_suffix(".json").read_text())

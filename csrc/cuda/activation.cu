@@ -1,0 +1,106 @@
+#include "cuda/device.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/norm.h"
+#include "cuda/tiles.h"
+
+namespace flint::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMostGridRows = 65535;  // the limit of a grid's second dimension
+// More rows than this: a thread takes two, for four loads in flight.
+constexpr int64_t kRowsForTwo = 512;
+
+// g / (1 + exp(-g)) by the accurate exponential and one reciprocal, within 3 units in the last
+// place of fp32. The factor 1/4 on both sides is exact and keeps the denominator's reciprocal a
+// normal number: nothing is flushed to zero. exp overflows below -88.7: then -0, and NaN for -inf,
+// as the exact quotient gives.
+__device__ __forceinline__ float silu(float gate) {
+  const float quarter = fmaf(expf(-gate), 0.25f, 0.25f);
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(quarter));
+  return gate * 0.25f * reciprocal;
+}
+
+__device__ __forceinline__ uint32_t act_pair(uint32_t gate, uint32_t up) {
+  return pack_bf16(silu(low_half(gate)) * low_half(up), silu(high_half(gate)) * high_half(up));
+}
+
+// Eight BF16 elements a thread and row.
+template <int kRows>
+__global__ void __launch_bounds__(kThreads) silu_and_mul_8(const __grid_constant__ SiluAndMul in) {
+  const int64_t at = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 8;
+  const auto* x = static_cast<const uint16_t*>(in.x) + at;
+  auto* act = static_cast<uint16_t*>(in.act) + at;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (at >= in.width) return;
+  const int64_t step = int64_t{gridDim.y} * blockDim.y;
+  for (int64_t first = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; first < in.rows;
+       first += kRows * step) {
+    uint4 gate[kRows], up[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row = first + i * step;
+      if (row >= in.rows) break;
+      gate[i] = load_once(reinterpret_cast<const uint4*>(x + row * in.x_stride));
+      up[i] = load_once(reinterpret_cast<const uint4*>(x + row * in.x_stride + in.width));
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row = first + i * step;
+      if (row >= in.rows) break;
+      *reinterpret_cast<uint4*>(act + row * in.width) =
+          make_uint4(act_pair(gate[i].x, up[i].x), act_pair(gate[i].y, up[i].y),
+                     act_pair(gate[i].z, up[i].z), act_pair(gate[i].w, up[i].w));
+    }
+  }
+}
+
+// Any width, any alignment, FP32: an element a thread and row.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    silu_and_mul_any(const __grid_constant__ SiluAndMul in) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (at >= in.width) return;
+  for (int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < in.rows;
+       row += int64_t{gridDim.y} * blockDim.y) {
+    const T* x = static_cast<const T*>(in.x) + row * in.x_stride + at;
+    const float value = silu(to_float(x[0])) * to_float(x[in.width]);
+    store_rounded(static_cast<T*>(in.act) + row * in.width + at, value);
+  }
+}
+
+bool takes_vectors(const SiluAndMul& in) {
+  const auto fits = [](const void* pointer, int64_t stride) {
+    return keeps_alignment(reinterpret_cast<uint64_t>(pointer), stride, sizeof(uint16_t),
+                           sizeof(uint4));
+  };
+  return in.bf16 && fits(in.x, in.x_stride) && fits(in.act, in.width);
+}
+
+}  // namespace
+
+cudaError_t silu_and_mul(const SiluAndMul& in, const Launch& launch) {
+  if (in.width == 0 || in.rows == 0) return cudaSuccess;
+  const bool vectors = takes_vectors(in);
+  const int64_t columns = vectors ? in.width / 8 : in.width;
+  // Narrow rows share a CTA.
+  int64_t across = kThreads;
+  while (across > kWarp && across / 2 >= columns) across /= 2;
+  const int64_t down = kThreads / across;
+  const int rows_a_thread = vectors && in.rows > kRowsForTwo ? 2 : 1;
+  const dim3 block(static_cast<unsigned>(across), static_cast<unsigned>(down));
+  const dim3 grid(static_cast<unsigned>(ceil_div(columns, across)),
+                  static_cast<unsigned>(
+                      least(ceil_div(in.rows, down * rows_a_thread), kMostGridRows)));
+  const auto kernel = !vectors             ? (in.bf16 ? silu_and_mul_any<uint16_t>
+                                                      : silu_and_mul_any<float>)
+                      : rows_a_thread == 2 ? silu_and_mul_8<2>
+                                           : silu_and_mul_8<1>;
+  return launch_kernel(launch, grid, block, kernel, in);
+}
+
+}  // namespace flint::cuda

@@ -1,0 +1,96 @@
+// What the row kernels share on the device: wide accesses, BF16 in pairs, sums across lanes, and
+// the two instructions of programmatic dependent launch (PDL).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "bf16.h"
+
+namespace flint::cuda {
+
+inline constexpr int kWarp = 32;
+
+// ------------------------------------------------------------------------------ PDL
+
+// Waits until the kernel ahead has finished and its writes are visible; nothing at all where the
+// launch is an ordinary one. Every thread of every CTA comes here before it reads an activation:
+// a kernel further down the chain relies on this one having waited. The clobber keeps the
+// compiler from moving a load up.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets the next kernel's CTAs start as soon as there is room. Always after the own wait, so that
+// what that kernel reads before its wait is never a tensor that is still being written two kernels
+// ahead of it.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// ------------------------------------------------------------------------------ memory
+
+// Activations are read once, so they take no line of L1. Never through the read-only path
+// (ld.global.nc): with PDL the kernel ahead may still be writing when this one starts.
+__device__ __forceinline__ uint4 load_once(const uint4* from) {
+  uint4 value;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint2 load_once(const uint2* from) {
+  uint2 value;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+
+// ------------------------------------------------------------------------------ BF16
+
+// An element of a tensor: BF16 as its bits, or FP32.
+__device__ __forceinline__ float to_float(uint16_t bits) { return bf16_to_float(bits); }
+__device__ __forceinline__ float to_float(float value) { return value; }
+
+__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+// Both rounded to nearest even by one instruction; `low` is the element at the lower address.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ void store_rounded(uint16_t* to, float value) {
+  *to = static_cast<uint16_t>(pack_bf16(value, 0.0f));
+}
+__device__ __forceinline__ void store_rounded(float* to, float value) { *to = value; }
+
+// What is left of `value` in the type of the activations.
+__device__ __forceinline__ float rounded(uint16_t, float value) {
+  return low_half(pack_bf16(value, 0.0f));
+}
+__device__ __forceinline__ float rounded(float, float value) { return value; }
+
+// ------------------------------------------------------------------------------ sums
+
+// The sum over the `kLanes` neighbouring lanes that a lane belongs to, the same bits in each of
+// them. All 32 lanes must come here together.
+template <int kLanes>
+__device__ __forceinline__ float lane_sum(float value) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, step);
+  }
+  return value;
+}
+
+}  // namespace flint::cuda

@@ -1,0 +1,385 @@
+// 16 lanes hold a head: lane l the elements 4l ... 4l + 3 of each half, so that both elements of a
+// RoPE pair are in one lane. A CTA has 8 such groups and works on one row; a group takes several
+// heads of it where there are many rows, and loads the row's cos and sin once for them all.
+#include "cuda/kv_write.h"
+
+#include "cuda/device.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/tiles.h"
+
+namespace flint::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kGroupLanes = 16;
+constexpr int kGroups = kThreads / kGroupLanes;
+constexpr int kFastHeadDim = 128;
+constexpr int kQuad = 4;  // elements of an 8-byte access
+constexpr int kHalf = kFastHeadDim / 2;
+constexpr int kManyHeads = 5;  // 32 + 2 * 4 heads are 8 groups of 5
+// More rows than this fill the card with several heads a group.
+constexpr int64_t kRowsForManyHeads = 256;
+constexpr int64_t kMostGridRows = 65535;  // the limit of a grid's second dimension
+
+static_assert(kGroupLanes * kQuad == kHalf);
+
+__device__ __forceinline__ int64_t index_at(const Indices& indices, int64_t i) {
+  return indices.wide ? static_cast<const int64_t*>(indices.data)[i]
+                      : static_cast<const int32_t*>(indices.data)[i];
+}
+
+struct RowPlan {
+  RowOutcome outcome;
+  int64_t slot;
+  const float* cos_sin;  // the row's part of the table; of no use but with RoPE and kCompute
+};
+
+__device__ __forceinline__ RowPlan plan_row(const QkNormRope& in, int64_t row) {
+  const int64_t slot = row < in.slots.count ? index_at(in.slots, row) : -1;
+  bool inside = true;
+  const float* cos_sin = in.cos_sin;
+  if (in.rope) {
+    const int64_t position = index_at(in.positions, row);
+    inside = position >= 0 && position < in.table_rows;
+    if (inside) cos_sin += position * in.cache.head_dim;
+  }
+  return {row_outcome(slot, in.cache.slots, inside), slot, cos_sin};
+}
+
+// Where the head's q or k goes; null for a v head.
+template <typename T>
+__device__ __forceinline__ T* head_output(const QkNormRope& in, int64_t row, int head) {
+  const int kv_heads = in.cache.kv_heads, dim = in.cache.head_dim;
+  if (head < in.heads) return static_cast<T*>(in.q) + (row * in.heads + head) * dim;
+  if (head < in.heads + kv_heads) {
+    return static_cast<T*>(in.k) + (row * kv_heads + head - in.heads) * dim;
+  }
+  return nullptr;
+}
+
+// The head's place in the cache; null for a q head and in a row without a slot.
+template <typename T>
+__device__ __forceinline__ T* head_cached(const QkNormRope& in, int64_t slot, int head) {
+  const KvCache& cache = in.cache;
+  const int kv_head = head - in.heads;
+  if (kv_head < 0 || slot < 0) return nullptr;
+  if (kv_head < cache.kv_heads) {
+    return static_cast<T*>(cache.k) + slot_offset(cache.k_strides, cache.page_size, slot, kv_head);
+  }
+  return static_cast<T*>(cache.v) +
+         slot_offset(cache.v_strides, cache.page_size, slot, kv_head - cache.kv_heads);
+}
+
+// Zeros or NaN in the group's q and k heads.
+template <typename T>
+__device__ void fill_row(const QkNormRope& in, int64_t row, RowOutcome outcome, int group,
+                         int groups, int lane) {
+  const float value = outcome == RowOutcome::kNaN ? __uint_as_float(0x7fc00000u) : 0.0f;
+  for (int head = group; head < in.heads + in.cache.kv_heads; head += groups) {
+    T* to = head_output<T>(in, row, head);
+    for (int i = lane; i < in.cache.head_dim; i += kGroupLanes) store_rounded(to + i, value);
+  }
+}
+
+__device__ __forceinline__ void unpack(const uint2& pairs, float (&values)[kQuad]) {
+  values[0] = low_half(pairs.x);
+  values[1] = high_half(pairs.x);
+  values[2] = low_half(pairs.y);
+  values[3] = high_half(pairs.y);
+}
+
+__device__ __forceinline__ uint2 pack(const float (&values)[kQuad]) {
+  return make_uint2(pack_bf16(values[0], values[1]), pack_bf16(values[2], values[3]));
+}
+
+// ------------------------------------------------------------------------------ head_dim 128
+
+struct Halves {
+  uint2 first, second;  // four elements of each half of a head
+};
+
+__device__ __forceinline__ Halves load_weights(const void* weight, int lane) {
+  const auto* from = static_cast<const uint16_t*>(weight) + lane * kQuad;
+  return {__ldg(reinterpret_cast<const uint2*>(from)),
+          __ldg(reinterpret_cast<const uint2*>(from + kHalf))};
+}
+
+__device__ __forceinline__ void store(uint16_t* head, int lane, const Halves& value) {
+  *reinterpret_cast<uint2*>(head + lane * kQuad) = value.first;
+  *reinterpret_cast<uint2*>(head + kHalf + lane * kQuad) = value.second;
+}
+
+__device__ __forceinline__ Halves normalise(const Halves& x, const Halves& weight, float eps) {
+  float first[kQuad], second[kQuad], first_weight[kQuad], second_weight[kQuad];
+  unpack(x.first, first);
+  unpack(x.second, second);
+  unpack(weight.first, first_weight);
+  unpack(weight.second, second_weight);
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) squares = fmaf(first[i], first[i], squares);
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) squares = fmaf(second[i], second[i], squares);
+  squares = lane_sum<kGroupLanes>(squares);
+  const float scale = rsqrtf(fmaf(squares, 1.0f / kFastHeadDim, eps));
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    first[i] = first[i] * scale * first_weight[i];
+    second[i] = second[i] * scale * second_weight[i];
+  }
+  return {pack(first), pack(second)};
+}
+
+// Not contracted: the products are rounded before they are added, as the reference does.
+__device__ __forceinline__ Halves rotate(const Halves& x, const float (&cos)[kQuad],
+                                         const float (&sin)[kQuad]) {
+  float first[kQuad], second[kQuad];
+  unpack(x.first, first);
+  unpack(x.second, second);
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    const float n1 = first[i], n2 = second[i];
+    first[i] = __fsub_rn(__fmul_rn(n1, cos[i]), __fmul_rn(n2, sin[i]));
+    second[i] = __fadd_rn(__fmul_rn(n2, cos[i]), __fmul_rn(n1, sin[i]));
+  }
+  return {pack(first), pack(second)};
+}
+
+template <int kHeads>
+__global__ void __launch_bounds__(kThreads)
+    qk_norm_rope_kv_write_128(const __grid_constant__ QkNormRope in) {
+  const int lane = static_cast<int>(threadIdx.x) % kGroupLanes;
+  const int group = static_cast<int>(blockIdx.y) * kGroups +
+                    static_cast<int>(threadIdx.x) / kGroupLanes;
+  const int groups = static_cast<int>(gridDim.y) * kGroups;
+  const int norm_heads = in.heads + in.cache.kv_heads;
+  const int heads = norm_heads + in.cache.kv_heads;
+  const int64_t row = in.first_row + blockIdx.x;
+  const Halves q_weight = load_weights(in.q_weight, lane);
+  const Halves k_weight = load_weights(in.k_weight, lane);
+  const auto* qkv = static_cast<const uint16_t*>(in.qkv) + row * in.qkv_stride + lane * kQuad;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  // Neighbouring groups take neighbouring heads: a CTA reads whole stretches of the row.
+  Halves x[kHeads];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = group + i * groups;
+    x[i] = {make_uint2(0, 0), make_uint2(0, 0)};
+    if (head < heads) {
+      const uint16_t* from = qkv + head * kFastHeadDim;
+      x[i].first = load_once(reinterpret_cast<const uint2*>(from));
+      x[i].second = load_once(reinterpret_cast<const uint2*>(from + kHalf));
+    }
+  }
+  const RowPlan plan = plan_row(in, row);
+  if (plan.outcome != RowOutcome::kCompute) {
+    fill_row<uint16_t>(in, row, plan.outcome, group, groups, lane);
+    return;
+  }
+  float cos[kQuad] = {1.0f, 1.0f, 1.0f, 1.0f}, sin[kQuad] = {};
+  if (in.rope) {
+    const float4 c = *reinterpret_cast<const float4*>(plan.cos_sin + lane * kQuad);
+    const float4 s = *reinterpret_cast<const float4*>(plan.cos_sin + kHalf + lane * kQuad);
+    cos[0] = c.x, cos[1] = c.y, cos[2] = c.z, cos[3] = c.w;
+    sin[0] = s.x, sin[1] = s.y, sin[2] = s.z, sin[3] = s.w;
+  }
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = group + i * groups;
+    // A v head is normed for nothing: a warp's two groups shuffle together.
+    Halves value = normalise(x[i], head < in.heads ? q_weight : k_weight, in.eps);
+    if (head >= heads) continue;
+    if (in.rope) value = rotate(value, cos, sin);
+    if (head >= norm_heads) value = x[i];
+    if (auto* to = head_output<uint16_t>(in, row, head)) store(to, lane, value);
+    if (auto* to = head_cached<uint16_t>(in, plan.slot, head)) store(to, lane, value);
+  }
+}
+
+// ------------------------------------------------------------------------------ any head_dim
+
+// Element by element, any alignment; for head_dim 128 the same order of summation as above.
+template <typename T>
+__device__ float any_squares(const T* x, int dim, int lane) {
+  const int half = dim / 2;
+  float squares = 0.0f;
+  for (int base = lane * kQuad; base < half; base += kHalf) {
+    const int end = base + kQuad < half ? base + kQuad : half;
+    for (int i = base; i < end; ++i) squares = fmaf(to_float(x[i]), to_float(x[i]), squares);
+    for (int i = half + base; i < half + end; ++i) {
+      squares = fmaf(to_float(x[i]), to_float(x[i]), squares);
+    }
+  }
+  if (dim % 2 != 0 && lane == 0) {
+    squares = fmaf(to_float(x[dim - 1]), to_float(x[dim - 1]), squares);
+  }
+  return squares;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_any(T* to, T* cached, int at, float value) {
+  store_rounded(to + at, value);
+  if (cached != nullptr) store_rounded(cached + at, value);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    qk_norm_rope_kv_write_any(const __grid_constant__ QkNormRope in) {
+  const int lane = static_cast<int>(threadIdx.x) % kGroupLanes;
+  const int group = static_cast<int>(blockIdx.y) * kGroups +
+                    static_cast<int>(threadIdx.x) / kGroupLanes;
+  const int groups = static_cast<int>(gridDim.y) * kGroups;
+  const int dim = in.cache.head_dim, half = dim / 2;
+  const int heads = in.heads + 2 * in.cache.kv_heads;
+  const int64_t row = in.first_row + blockIdx.x;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  const RowPlan plan = plan_row(in, row);
+  if (plan.outcome != RowOutcome::kCompute) {
+    fill_row<T>(in, row, plan.outcome, group, groups, lane);
+    return;
+  }
+  const float inverse_dim = 1.0f / static_cast<float>(dim);
+  // Every lane goes round equally often: they shuffle together.
+  for (int first = 0; first < heads; first += groups) {
+    const int head = first + group;
+    const bool any = head < heads;
+    const T* x = static_cast<const T*>(in.qkv) + row * in.qkv_stride +
+                 int64_t{any ? head : 0} * dim;
+    const float squares = lane_sum<kGroupLanes>(any_squares(x, dim, lane));
+    if (!any) continue;
+    const float scale = rsqrtf(fmaf(squares, inverse_dim, in.eps));
+    T* to = head_output<T>(in, row, head);
+    T* cached = head_cached<T>(in, plan.slot, head);
+    if (to == nullptr) {
+      for (int i = lane; cached != nullptr && i < dim; i += kGroupLanes) cached[i] = x[i];
+      continue;
+    }
+    const T* weight = static_cast<const T*>(head < in.heads ? in.q_weight : in.k_weight);
+    const auto normed = [&](int i) {
+      return rounded(T{}, to_float(x[i]) * scale * to_float(weight[i]));
+    };
+    if (!in.rope) {
+      for (int i = lane; i < dim; i += kGroupLanes) store_any(to, cached, i, normed(i));
+      continue;
+    }
+    for (int i = lane; i < half; i += kGroupLanes) {
+      const float n1 = normed(i), n2 = normed(half + i);
+      const float cos = plan.cos_sin[i], sin = plan.cos_sin[half + i];
+      store_any(to, cached, i, __fsub_rn(__fmul_rn(n1, cos), __fmul_rn(n2, sin)));
+      store_any(to, cached, half + i, __fadd_rn(__fmul_rn(n2, cos), __fmul_rn(n1, sin)));
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------ cache write alone
+
+// `Unit`: what one access moves; strides and head_dim are in units here.
+template <typename Unit>
+__global__ void __launch_bounds__(kThreads)
+    copy_to_cache(const __grid_constant__ KvCacheWrite in) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const KvCache& cache = in.cache;
+  const int64_t row = in.first_row + blockIdx.x;
+  const int64_t slot = index_at(in.slots, row);
+  if (slot < 0 || slot >= cache.slots) return;
+  for (int i = static_cast<int>(threadIdx.x); i < cache.kv_heads * cache.head_dim; i += kThreads) {
+    const int head = i / cache.head_dim, at = i % cache.head_dim;
+    const auto* k = static_cast<const Unit*>(in.k) + row * in.k_row_stride;
+    const auto* v = static_cast<const Unit*>(in.v) + row * in.v_row_stride;
+    const Unit k_unit = k[head * in.k_head_stride + at];
+    const Unit v_unit = v[head * in.v_head_stride + at];
+    static_cast<Unit*>(cache.k)[slot_offset(cache.k_strides, cache.page_size, slot, head) + at] =
+        k_unit;
+    static_cast<Unit*>(cache.v)[slot_offset(cache.v_strides, cache.page_size, slot, head) + at] =
+        v_unit;
+  }
+}
+
+// ------------------------------------------------------------------------------ launch
+
+bool fits(const void* pointer, int64_t stride, int64_t element_bytes, int64_t alignment) {
+  return keeps_alignment(reinterpret_cast<uint64_t>(pointer), stride, element_bytes, alignment);
+}
+
+bool fits(const void* pointer, const PageStrides& strides, int64_t element_bytes,
+          int64_t alignment) {
+  return fits(pointer, strides.block, element_bytes, alignment) &&
+         fits(pointer, strides.row, element_bytes, alignment) &&
+         fits(pointer, strides.head, element_bytes, alignment);
+}
+
+bool takes_vectors(const QkNormRope& in) {
+  const auto quads = [](const void* pointer, int64_t stride) {
+    return fits(pointer, stride, sizeof(uint16_t), sizeof(uint2));
+  };
+  return in.bf16 && in.cache.head_dim == kFastHeadDim && quads(in.qkv, in.qkv_stride) &&
+         quads(in.q_weight, 0) && quads(in.k_weight, 0) && quads(in.q, 0) && quads(in.k, 0) &&
+         fits(in.cos_sin, 0, sizeof(float), sizeof(float4)) &&
+         fits(in.cache.k, in.cache.k_strides, sizeof(uint16_t), sizeof(uint2)) &&
+         fits(in.cache.v, in.cache.v_strides, sizeof(uint16_t), sizeof(uint2));
+}
+
+PageStrides in_units(const PageStrides& strides, int64_t elements) {
+  return {strides.block / elements, strides.row / elements, strides.head / elements};
+}
+
+KvCacheWrite in_units(const KvCacheWrite& in, int elements) {
+  KvCacheWrite out = in;
+  out.k_row_stride /= elements;
+  out.k_head_stride /= elements;
+  out.v_row_stride /= elements;
+  out.v_head_stride /= elements;
+  out.cache.head_dim /= elements;
+  out.cache.k_strides = in_units(in.cache.k_strides, elements);
+  out.cache.v_strides = in_units(in.cache.v_strides, elements);
+  return out;
+}
+
+}  // namespace
+
+cudaError_t qk_norm_rope_kv_write(const QkNormRope& in, const Launch& launch) {
+  const int64_t heads = int64_t{in.heads} + 2 * in.cache.kv_heads;
+  const bool many_rows = in.rows > kRowsForManyHeads;
+  const bool vectors = takes_vectors(in) && heads <= kGroups * kMostGridRows;
+  const auto kernel = !vectors     ? (in.bf16 ? qk_norm_rope_kv_write_any<uint16_t>
+                                              : qk_norm_rope_kv_write_any<float>)
+                      : many_rows ? qk_norm_rope_kv_write_128<kManyHeads>
+                                   : qk_norm_rope_kv_write_128<1>;
+  const int64_t heads_a_cta = kGroups * (vectors && many_rows ? kManyHeads : 1);
+  const auto down = static_cast<unsigned>(least(ceil_div(heads, heads_a_cta), kMostGridRows));
+  for (int64_t first = 0; first < in.rows; first += kMostCtas) {
+    QkNormRope part = in;
+    part.first_row = first;
+    const dim3 grid(static_cast<unsigned>(least(in.rows - first, kMostCtas)), down);
+    if (const cudaError_t error = launch_kernel(launch, grid, kThreads, kernel, part)) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t kv_cache_write(const KvCacheWrite& in, const Launch& launch) {
+  const int64_t bytes = in.element_bytes, unit = sizeof(uint4);
+  const bool wide = fits(in.k, in.k_row_stride, bytes, unit) &&
+                    fits(in.k, in.k_head_stride, bytes, unit) &&
+                    fits(in.v, in.v_row_stride, bytes, unit) &&
+                    fits(in.v, in.v_head_stride, bytes, unit) &&
+                    in.cache.head_dim * bytes % unit == 0 &&
+                    fits(in.cache.k, in.cache.k_strides, bytes, unit) &&
+                    fits(in.cache.v, in.cache.v_strides, bytes, unit);
+  const auto kernel = wide         ? copy_to_cache<uint4>
+                      : bytes == 2 ? copy_to_cache<uint16_t>
+                                   : copy_to_cache<uint32_t>;
+  KvCacheWrite part = wide ? in_units(in, static_cast<int>(unit / bytes)) : in;
+  for (int64_t first = 0; first < in.slots.count; first += kMostCtas) {
+    part.first_row = first;
+    const auto ctas = static_cast<unsigned>(least(in.slots.count - first, kMostCtas));
+    if (const cudaError_t error = launch_kernel(launch, ctas, kThreads, kernel, part)) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace flint::cuda

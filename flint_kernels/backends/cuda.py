@@ -1,0 +1,47 @@
+"""Registers a body for CUDA tensors under the ops that have a hand-written kernel.
+
+The kernels are in the native library, as machine code for the GPUs that it was built for. Where it
+is not there, or has no code for this GPU, the general body (torch and Triton) of the same op runs
+instead. Which of the two it is stays the same for the whole process and GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from flint_kernels.backends import gpu_general, native, native_cuda
+from flint_kernels.ops import REGISTRY, implement
+
+Body = Callable[..., Any]
+
+
+def register() -> None:
+    """A choice between the two bodies under each op that `native_cuda` has."""
+    for name in REGISTRY:
+        fast = getattr(native_cuda, name, None)
+        if fast is not None:
+            implement(name, "CUDA", _choice(fast, gpu_general.general_body(name)))
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why the library's kernels are not in use on this GPU, or None where they are."""
+    return _why_not(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _why_not(index: int) -> str | None:
+    return native.cuda_why_not(torch.cuda.get_device_capability(index))
+
+
+def _choice(fast: Body, general: Body) -> Body:
+    def body(**arguments: Any) -> Any:
+        # The first argument of every op is a tensor. Loading the library waits for the first call,
+        # so that importing the package is quick.
+        device = next(iter(arguments.values())).device
+        return (general if why_not(device) is not None else fast)(**arguments)
+
+    return body

@@ -1,0 +1,151 @@
+"""The GPU bodies of the library's own kernels, for BF16 and FP32.
+
+Each takes what the reference body of the same name takes. A row's bits depend on the row alone.
+They allocate their outputs, launch on the current stream, and read nothing back, so a CUDA graph
+can hold them; the repack's check of its scales is the one exception (see `_refuse`).
+
+The kernels take rows any stride apart whose elements are contiguous. What is not of that kind, such
+as a transposed tensor, is copied first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flint_kernels.formats import nvfp4
+
+_native = torch.ops.flint_native
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., D] as [rows, D] with contiguous elements; D is at least 1."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return _contiguous_elements(rows)
+
+
+def _contiguous_elements(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _weight(weight: Tensor, x: Tensor) -> Tensor:
+    # FP32 activations may come with BF16 weights, which FP32 holds exactly.
+    return weight.to(x.dtype).contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, enable_pdl: bool = False) -> Tensor:
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() > 0:
+        weight = _weight(weight, x)
+        _native.rms_norm_cuda_out(_rows(x), None, weight, eps, normed, None, enable_pdl)
+    return normed
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, enable_pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() > 0:
+        weight = _weight(weight, x)
+        _native.rms_norm_cuda_out(
+            _rows(x), _rows(residual), weight, eps, normed, residual_out, enable_pdl
+        )
+    return normed, residual_out
+
+
+def silu_and_mul(x: Tensor, enable_pdl: bool = False) -> Tensor:
+    act = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
+    if act.numel() > 0:
+        _native.silu_and_mul_cuda_out(_rows(x), act, enable_pdl)
+    return act
+
+
+def qk_norm_rope_kv_write(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor | None,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    eps: float,
+    enable_pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    rows, kv_heads, dim = qkv.shape[0], k_cache.shape[2], k_cache.shape[3]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    k = torch.empty(rows, kv_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    if rows > 0:
+        _native.qk_norm_rope_kv_write_cuda_out(
+            _contiguous_elements(qkv),
+            _weight(q_weight, qkv),
+            _weight(k_weight, qkv),
+            None if cos_sin is None else cos_sin.contiguous(),
+            positions.contiguous(),
+            slot_mapping.contiguous(),
+            k_cache,
+            v_cache,
+            eps,
+            q,
+            k,
+            enable_pdl,
+        )
+    return q, k
+
+
+def kv_cache_write(
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    enable_pdl: bool = False,
+) -> None:
+    if slot_mapping.numel() > 0:
+        _native.kv_cache_write_cuda_out(
+            _contiguous_elements(k),
+            _contiguous_elements(v),
+            slot_mapping.contiguous(),
+            k_cache,
+            v_cache,
+            enable_pdl,
+        )
+
+
+def gguf_to_modelopt(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    weight, scale = nvfp4.repack_outputs(blocks, None, "blocks")
+    first_bad = _none_yet(blocks.device)
+    _native.gguf_to_modelopt_cuda_out(blocks.contiguous(), weight, scale, first_bad)
+    _refuse(first_bad, lambda at: nvfp4.bad_gguf_scale(at, blocks, "blocks"))
+    return weight, scale
+
+
+def modelopt_to_gguf(weight: Tensor, weight_scale: Tensor) -> Tensor:
+    blocks = nvfp4.blocks_output(weight, weight_scale, None)
+    first_bad = _none_yet(weight.device)
+    _native.modelopt_to_gguf_cuda_out(
+        weight.contiguous(), weight_scale.contiguous(), blocks, first_bad
+    )
+    _refuse(first_bad, lambda at: nvfp4.bad_modelopt_scale(at, weight_scale, "weight_scale"))
+    return blocks
+
+
+_NO_INDEX = torch.iinfo(torch.int64).max
+
+
+def _none_yet(device: torch.device) -> Tensor:
+    return torch.full((1,), _NO_INDEX, dtype=torch.int64, device=device)
+
+
+def _refuse(first_bad: Tensor, error: Callable[[int], ValueError]) -> None:
+    """Raises where a scale had no form in the other layout. The kernel has written it as ggml reads
+    it; while a graph is captured nothing can be read back, and that stands."""
+    if torch.cuda.is_current_stream_capturing():
+        return
+    at = int(first_bad)
+    if at != _NO_INDEX:
+        raise error(at)
