@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flint_kernels import ops
 from flint_kernels.backends import cpu as _cpu
+from flint_kernels.backends import cuda as _cuda
 from flint_kernels.backends import gpu_general as _gpu_general
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "ops", "warmup"]
 
 _cpu.register()
+_cuda.register()
 # Last of the GPU's: it takes the ops that are left.
 _gpu_general.register()
 

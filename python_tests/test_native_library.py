@@ -297,6 +297,9 @@ def test_build_info() -> None:
     assert native.is_available()
     registered = torch._C._dispatch_get_all_op_names()
     assert set(info["ops"]) == {name for name in registered if name.startswith("flint_native::")}
+    with_kernels = [op for op in info["ops"] if op.endswith("_cuda_out")]
+    assert bool(with_kernels) == bool(info["cuda_architectures"]) == bool(info["cuda_kernels"])
+    assert (info["cuda_why_not"] is None) == bool(info["cuda_architectures"])
 
 
 def test_the_library_uses_the_stable_abi_alone() -> None:
@@ -335,6 +338,8 @@ def tree(tmp_path: Path) -> Path:
 
 
 def build(tree: Path, *command: str, **environment: str) -> str:
+    """Without GPU kernels unless asked for: they take a minute, test_cuda_build.py has them."""
+    environment = {"FLINT_KERNELS_CUDA_ARCHS": "none", **environment}
     done = subprocess.run(
         [sys.executable, "setup.py", *command],
         cwd=tree,
@@ -370,6 +375,33 @@ def test_without_a_compiler_the_build_succeeds_and_says_so(tree: Path) -> None:
     build(tree, "bdist_wheel", PATH="", CXX="no-such-compiler")
     (wheel,) = (tree / "dist").glob("*.whl")
     assert "flint_kernels/lib/libflint_kernels.json" in zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.mark.parametrize(
+    "environment, reason",
+    [
+        ({}, "it is switched off by FLINT_KERNELS_CUDA_ARCHS"),
+        (
+            {"FLINT_KERNELS_CUDA_ARCHS": "90a", "CUDA_HOME": "/no/such/toolkit"},
+            "nvcc was not found in /no/such/toolkit/bin, which CUDA_HOME names",
+        ),
+        ({"FLINT_KERNELS_CUDA_ARCHS": "hopper"}, "FLINT_KERNELS_CUDA_ARCHS got 'hopper'"),
+    ],
+)
+def test_C9_without_nvcc_the_library_has_no_gpu_kernels_and_says_why(
+    tree: Path, environment: dict[str, str], reason: str
+) -> None:
+    for source in (tree / "csrc").rglob("*.cpp"):  # one source is enough here, and quick
+        if source.name != "nvfp4_repack.cpp":
+            source.unlink()
+    output = build(tree, "build_ext", "--inplace", **environment)
+    assert f"WITHOUT GPU kernels: {reason}" in output
+    path = tree / "flint_kernels/lib/libflint_kernels.so"
+    info = native.build_info(path)
+    assert path.exists()
+    assert info["cuda_architectures"] == info["cuda_kernels"] == []
+    assert reason in info["cuda_why_not"]
+    assert not [op for op in info["ops"] if "cuda" in op]
 
 
 def test_code_that_does_not_compile_is_reported(tree: Path) -> None:
