@@ -167,6 +167,8 @@ def attention_kernel(
         if DECODE:
             size = _split_keys(past - low, SPLITS, SPLIT_KEYS)
             low = low + split * size
+            if low >= past:  # merge_kernel knows that there is no such split
+                return
             high = tl.minimum(low + size, past)
         for start in range(low, high, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)

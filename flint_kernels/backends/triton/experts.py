@@ -206,11 +206,10 @@ def combine_kernel(
     for choice in range(top_k):
         entry = row * top_k + choice
         expert = tl.load(ids + entry)
-        chosen = (expert >= 0) & (expert < experts)
-        # A skipped entry has no output, and its weight may be NaN: it is left out, not weighted 0.
-        output = tl.load(outputs + entry * hidden + column, mask=inside & chosen, other=0)
+        output = tl.load(outputs + entry * hidden + column, mask=inside, other=0)
         part = tl.load(weights + entry) * output.to(tl.float32)
-        total += tl.where(chosen, part, 0.0)
+        # A skipped entry has no output, and its weight may be NaN: it is left out, not weighted 0.
+        total += tl.where((expert >= 0) & (expert < experts), part, 0.0)
     dtype: tl.constexpr = out.dtype.element_ty
     result = rounded(total, dtype, EMULATE)
     if shared is not None:
