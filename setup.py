@@ -151,9 +151,7 @@ class Toolchain:
             cuda = Cuda.find()
         except BuildError as reason:
             no_cuda_reason = str(reason)
-        return Toolchain(
-            compiler, version, ninja, torch_dir, torch_version, cuda, no_cuda_reason
-        )
+        return Toolchain(compiler, version, ninja, torch_dir, torch_version, cuda, no_cuda_reason)
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -266,16 +264,17 @@ def cpp_sources(*, with_cuda: bool) -> list[str]:
 def kernel_resources(work: Path) -> list[dict[str, Any]]:
     """What ptxas says of each kernel and architecture: registers, spills, stack, shared memory."""
     kernels = []
-    for path in sorted(work.rglob(f"*.{PTXAS}")):
-        text = path.read_text()
+    for source in sources("*.cu"):
+        text = (work / f"{source}.o.{PTXAS}").read_text()
         for name, arch, body in re.findall(
-            r"Compiling entry function '(\w+)' for 'sm_(\w+)'(.*?)(?=Compiling entry|\Z)", text, re.S
+            r"Compiling entry function '(\w+)' for 'sm_(\w+)'(.*?)(?=Compiling entry|\Z)",
+            text,
+            re.S,
         ):
             used = {
                 key: int(found.group(1)) if (found := re.search(pattern, body)) else 0
                 for key, pattern in _RESOURCES.items()
             }
-            source = str(path.relative_to(work)).removesuffix(f".o.{PTXAS}")
             kernels.append({"kernel": name, "source": source, "architecture": arch, **used})
     demangler = shutil.which("c++filt")
     if demangler is not None and kernels:
@@ -284,7 +283,9 @@ def kernel_resources(work: Path) -> list[dict[str, Any]]:
             [demangler], input=names, capture_output=True, text=True, check=True
         ).stdout.splitlines()
         for kernel, name in zip(kernels, plain, strict=True):
-            kernel["kernel"] = re.sub(r"^void |flint::cuda::|\(anonymous namespace\)::|\(.*", "", name)
+            kernel["kernel"] = re.sub(
+                r"^void |flint::cuda::|\(anonymous namespace\)::|\(.*", "", name
+            )
     return kernels
 
 

@@ -18,8 +18,8 @@ FLINT_HD constexpr int64_t slot_offset(const PageStrides& strides, int64_t page_
   return slot / page_size * strides.block + slot % page_size * strides.row + head * strides.head;
 }
 
-// Of a row to be cached: `slot` -1 asks for nothing, any other is to lie in the cache. `inside`: its
-// position is one of the table's, or there is no table.
+// Of a row to be cached: `slot` -1 asks for nothing, any other is to lie in the cache. `inside`:
+// its position is one of the table's, or there is no table.
 enum class RowOutcome : uint8_t {
   kCompute,  // q and k, and the cache where there is a slot
   kZeros,    // padding: zeros, no write

@@ -93,11 +93,10 @@ cudaError_t silu_and_mul(const SiluAndMul& in, const Launch& launch) {
   const int64_t down = kThreads / across;
   const int rows_a_thread = vectors && in.rows > kRowsForTwo ? 2 : 1;
   const dim3 block(static_cast<unsigned>(across), static_cast<unsigned>(down));
-  const dim3 grid(static_cast<unsigned>(ceil_div(columns, across)),
-                  static_cast<unsigned>(
-                      least(ceil_div(in.rows, down * rows_a_thread), kMostGridRows)));
-  const auto kernel = !vectors             ? (in.bf16 ? silu_and_mul_any<uint16_t>
-                                                      : silu_and_mul_any<float>)
+  const dim3 grid(
+      static_cast<unsigned>(ceil_div(columns, across)),
+      static_cast<unsigned>(least(ceil_div(in.rows, down * rows_a_thread), kMostGridRows)));
+  const auto kernel = !vectors ? (in.bf16 ? silu_and_mul_any<uint16_t> : silu_and_mul_any<float>)
                       : rows_a_thread == 2 ? silu_and_mul_8<2>
                                            : silu_and_mul_8<1>;
   return launch_kernel(launch, grid, block, kernel, in);

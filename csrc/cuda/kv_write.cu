@@ -1,9 +1,8 @@
 // 16 lanes hold a head: lane l the elements 4l ... 4l + 3 of each half, so that both elements of a
 // RoPE pair are in one lane. A CTA has 8 such groups and works on one row; a group takes several
 // heads of it where there are many rows, and loads the row's cos and sin once for them all.
-#include "cuda/kv_write.h"
-
 #include "cuda/device.cuh"
+#include "cuda/kv_write.h"
 #include "cuda/launch.cuh"
 #include "cuda/tiles.h"
 
@@ -149,8 +148,8 @@ template <int kHeads>
 __global__ void __launch_bounds__(kThreads)
     qk_norm_rope_kv_write_128(const __grid_constant__ QkNormRope in) {
   const int lane = static_cast<int>(threadIdx.x) % kGroupLanes;
-  const int group = static_cast<int>(blockIdx.y) * kGroups +
-                    static_cast<int>(threadIdx.x) / kGroupLanes;
+  const int group =
+      static_cast<int>(blockIdx.y) * kGroups + static_cast<int>(threadIdx.x) / kGroupLanes;
   const int groups = static_cast<int>(gridDim.y) * kGroups;
   const int norm_heads = in.heads + in.cache.kv_heads;
   const int heads = norm_heads + in.cache.kv_heads;
@@ -228,8 +227,8 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     qk_norm_rope_kv_write_any(const __grid_constant__ QkNormRope in) {
   const int lane = static_cast<int>(threadIdx.x) % kGroupLanes;
-  const int group = static_cast<int>(blockIdx.y) * kGroups +
-                    static_cast<int>(threadIdx.x) / kGroupLanes;
+  const int group =
+      static_cast<int>(blockIdx.y) * kGroups + static_cast<int>(threadIdx.x) / kGroupLanes;
   const int groups = static_cast<int>(gridDim.y) * kGroups;
   const int dim = in.cache.head_dim, half = dim / 2;
   const int heads = in.heads + 2 * in.cache.kv_heads;
@@ -247,8 +246,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int first = 0; first < heads; first += groups) {
     const int head = first + group;
     const bool any = head < heads;
-    const T* x = static_cast<const T*>(in.qkv) + row * in.qkv_stride +
-                 int64_t{any ? head : 0} * dim;
+    const T* x =
+        static_cast<const T*>(in.qkv) + row * in.qkv_stride + int64_t{any ? head : 0} * dim;
     const float squares = lane_sum<kGroupLanes>(any_squares(x, dim, lane));
     if (!any) continue;
     const float scale = rsqrtf(fmaf(squares, inverse_dim, in.eps));
@@ -279,8 +278,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // `Unit`: what one access moves; strides and head_dim are in units here.
 template <typename Unit>
-__global__ void __launch_bounds__(kThreads)
-    copy_to_cache(const __grid_constant__ KvCacheWrite in) {
+__global__ void __launch_bounds__(kThreads) copy_to_cache(const __grid_constant__ KvCacheWrite in) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const KvCache& cache = in.cache;
@@ -346,10 +344,10 @@ cudaError_t qk_norm_rope_kv_write(const QkNormRope& in, const Launch& launch) {
   const int64_t heads = int64_t{in.heads} + 2 * in.cache.kv_heads;
   const bool many_rows = in.rows > kRowsForManyHeads;
   const bool vectors = takes_vectors(in) && heads <= kGroups * kMostGridRows;
-  const auto kernel = !vectors     ? (in.bf16 ? qk_norm_rope_kv_write_any<uint16_t>
-                                              : qk_norm_rope_kv_write_any<float>)
-                      : many_rows ? qk_norm_rope_kv_write_128<kManyHeads>
-                                   : qk_norm_rope_kv_write_128<1>;
+  const auto kernel =
+      !vectors ? (in.bf16 ? qk_norm_rope_kv_write_any<uint16_t> : qk_norm_rope_kv_write_any<float>)
+      : many_rows ? qk_norm_rope_kv_write_128<kManyHeads>
+                  : qk_norm_rope_kv_write_128<1>;
   const int64_t heads_a_cta = kGroups * (vectors && many_rows ? kManyHeads : 1);
   const auto down = static_cast<unsigned>(least(ceil_div(heads, heads_a_cta), kMostGridRows));
   for (int64_t first = 0; first < in.rows; first += kMostCtas) {
@@ -363,13 +361,11 @@ cudaError_t qk_norm_rope_kv_write(const QkNormRope& in, const Launch& launch) {
 
 cudaError_t kv_cache_write(const KvCacheWrite& in, const Launch& launch) {
   const int64_t bytes = in.element_bytes, unit = sizeof(uint4);
-  const bool wide = fits(in.k, in.k_row_stride, bytes, unit) &&
-                    fits(in.k, in.k_head_stride, bytes, unit) &&
-                    fits(in.v, in.v_row_stride, bytes, unit) &&
-                    fits(in.v, in.v_head_stride, bytes, unit) &&
-                    in.cache.head_dim * bytes % unit == 0 &&
-                    fits(in.cache.k, in.cache.k_strides, bytes, unit) &&
-                    fits(in.cache.v, in.cache.v_strides, bytes, unit);
+  const bool wide =
+      fits(in.k, in.k_row_stride, bytes, unit) && fits(in.k, in.k_head_stride, bytes, unit) &&
+      fits(in.v, in.v_row_stride, bytes, unit) && fits(in.v, in.v_head_stride, bytes, unit) &&
+      in.cache.head_dim * bytes % unit == 0 && fits(in.cache.k, in.cache.k_strides, bytes, unit) &&
+      fits(in.cache.v, in.cache.v_strides, bytes, unit);
   const auto kernel = wide         ? copy_to_cache<uint4>
                       : bytes == 2 ? copy_to_cache<uint16_t>
                                    : copy_to_cache<uint32_t>;

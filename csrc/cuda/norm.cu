@@ -3,12 +3,12 @@
 // tiles in order.
 //
 //   rms_norm_cta     a CTA a row, the row in registers; a warp holds a tile, or several
-//   rms_norm_warp    many rows of 2,048 elements, Flint's width: a warp a row, eight loads in flight
-//   rms_norm_any     any width, any alignment, FP32: a warp a row, read twice, element by element
-#include "cuda/norm.h"
-
+//   rms_norm_warp    many rows of 2,048 elements, Flint's width: a warp a row, eight loads in
+//   flight rms_norm_any     any width, any alignment, FP32: a warp a row, read twice, element by
+//   element
 #include "cuda/device.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/norm.h"
 #include "cuda/tiles.h"
 
 namespace flint::cuda {
@@ -17,8 +17,8 @@ namespace {
 constexpr int kVector = 8;  // BF16 elements of a 16-byte access
 constexpr int kTile = kVector * kWarp;
 
-constexpr int kWarpsACta = 4;      // rms_norm_warp and rms_norm_any: rows of a CTA
-constexpr int kHidden = 2048;      // the width that has kernels of its own
+constexpr int kWarpsACta = 4;  // rms_norm_warp and rms_norm_any: rows of a CTA
+constexpr int kHidden = 2048;  // the width that has kernels of its own
 constexpr int kTilesAWarpRow = kHidden / kTile;
 // More rows than this take a warp each. Below, a CTA a row puts more threads to work: 132 SMs hold
 // about a thousand CTAs of 256 threads.

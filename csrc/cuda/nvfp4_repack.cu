@@ -1,10 +1,9 @@
 // A thread repacks blocks of 16 values, a CTA's width apart: 8 code bytes each. The thread of a
 // super-block's first block has its four scales too. A super-block is 36 bytes, so its codes are
 // words of 4 bytes at best.
-#include "cuda/nvfp4_repack.h"
-
 #include "cuda/device.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/nvfp4_repack.h"
 #include "cuda/tiles.h"
 #include "nvfp4_layout.h"
 

@@ -25,8 +25,7 @@ FLINT_HD constexpr int64_t round_up(int64_t value, int64_t step) {
 // Whether `address` and steps of `stride` elements of `element_bytes` keep `alignment`.
 FLINT_HD constexpr bool keeps_alignment(uint64_t address, int64_t stride, int64_t element_bytes,
                                         int64_t alignment) {
-  return address % static_cast<uint64_t>(alignment) == 0 &&
-         stride * element_bytes % alignment == 0;
+  return address % static_cast<uint64_t>(alignment) == 0 && stride * element_bytes % alignment == 0;
 }
 
 static_assert(ceil_div(1, 8) == 1 && ceil_div(8, 8) == 1 && ceil_div(9, 8) == 2);

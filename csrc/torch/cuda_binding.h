@@ -34,8 +34,8 @@ class CudaCall {
     STD_TORCH_CHECK(tensor.scalar_type() == type, name, ": got scalar type ",
                     static_cast<int>(tensor.scalar_type()), ", want ", static_cast<int>(type));
     const int64_t last = tensor.dim() - 1;
-    STD_TORCH_CHECK(tensor.dim() >= 1 && (tensor.stride(last) == 1 || tensor.size(last) <= 1),
-                    name, ": want a contiguous last dimension");
+    STD_TORCH_CHECK(tensor.dim() >= 1 && (tensor.stride(last) == 1 || tensor.size(last) <= 1), name,
+                    ": want a contiguous last dimension");
   }
 
   void check_dense(const Tensor& tensor, const char* name, bool bf16, int64_t count) const {

@@ -22,10 +22,9 @@ void gguf_to_modelopt_cuda_out(const Tensor& blocks, Tensor weight, Tensor scale
                                Tensor first_bad) {
   const CudaCall call(blocks, false);
   const int64_t superblocks = check_repack(call, blocks, weight, scale, first_bad);
-  const cuda::Nvfp4Repack in{data<uint8_t>(blocks),         nullptr,
-                             mutable_data<uint8_t>(weight), mutable_data<uint8_t>(scale),
-                             superblocks,                   mutable_data<unsigned long long>(
-                                                                first_bad)};
+  const cuda::Nvfp4Repack in{
+      data<uint8_t>(blocks),        nullptr,     mutable_data<uint8_t>(weight),
+      mutable_data<uint8_t>(scale), superblocks, mutable_data<unsigned long long>(first_bad)};
   CudaCall::check_launch(cuda::gguf_to_modelopt(in, call.launch()), "gguf_to_modelopt");
 }
 
@@ -33,10 +32,12 @@ void modelopt_to_gguf_cuda_out(const Tensor& weight, const Tensor& scale, Tensor
                                Tensor first_bad) {
   const CudaCall call(weight, false);
   const int64_t superblocks = check_repack(call, blocks, weight, scale, first_bad);
-  const cuda::Nvfp4Repack in{data<uint8_t>(weight),         data<uint8_t>(scale),
-                             mutable_data<uint8_t>(blocks), nullptr,
-                             superblocks,                   mutable_data<unsigned long long>(
-                                                                first_bad)};
+  const cuda::Nvfp4Repack in{data<uint8_t>(weight),
+                             data<uint8_t>(scale),
+                             mutable_data<uint8_t>(blocks),
+                             nullptr,
+                             superblocks,
+                             mutable_data<unsigned long long>(first_bad)};
   CudaCall::check_launch(cuda::modelopt_to_gguf(in, call.launch()), "modelopt_to_gguf");
 }
 

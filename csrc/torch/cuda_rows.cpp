@@ -7,9 +7,7 @@ namespace flint {
 namespace {
 
 // A single row's stride is of no use and may be anything.
-int64_t row_stride(const Tensor& rows) {
-  return rows.size(0) > 1 ? rows.stride(0) : rows.size(1);
-}
+int64_t row_stride(const Tensor& rows) { return rows.size(0) > 1 ? rows.stride(0) : rows.size(1); }
 
 // x and residual [rows, width], rows any stride apart; weight [width]; the outputs dense.
 void rms_norm_cuda_out(const Tensor& x, std::optional<Tensor> residual, const Tensor& weight,
@@ -21,8 +19,8 @@ void rms_norm_cuda_out(const Tensor& x, std::optional<Tensor> residual, const Te
   STD_TORCH_CHECK(x.dim() == 2, "x: want [rows, width]");
   STD_TORCH_CHECK(residual.has_value() == residual_out.has_value(),
                   "residual_out: want one exactly where there is a residual");
-  STD_TORCH_CHECK(0 <= plan && plan <= static_cast<int64_t>(cuda::RmsNormPlan::kWarp),
-                  "plan: got ", plan, ", want 0 to 4");
+  STD_TORCH_CHECK(0 <= plan && plan <= static_cast<int64_t>(cuda::RmsNormPlan::kWarp), "plan: got ",
+                  plan, ", want 0 to 4");
   const int64_t rows = x.size(0), width = x.size(1);
   call.check_dense(weight, "weight", bf16, width);
   call.check_dense(normed, "normed", bf16, rows * width);
