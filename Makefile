@@ -4,17 +4,21 @@
 # make format  rewrites the sources as `make lint` wants them
 # make docs    regenerates what is generated in the documents
 # make bench   measures the figures of docs/results/cpu, on a machine that does nothing else
+# make gpu-test   as test, the tests that need an NVIDIA GPU
+# make gpu-bench  measures the kernels for docs/results/$(GPU), on a GPU that does nothing else
 # make clean   removes what was built; `make distclean` the virtual environment too
 #
 # VENV=DIR     the virtual environment, made where it is missing (.venv)
 # PYTHON=EXE   the Python that makes it; with VENV= (empty), the one to install into as it is
 # TORCH=...    what pip installs as torch (-r requirements.txt); TORCH= (empty) keeps what is there
 # PYTEST_ARGS  further arguments of pytest, such as `-k norm`
+# GPU=NAME     the folder of docs/results for what is measured on the GPU (h200)
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= -r requirements.txt
 PYTEST_ARGS ?=
+GPU ?= h200
 
 # As in pyproject.toml's [build-system]. Without build isolation they must be there beforehand;
 # with it pip would download a second torch to compile against.
@@ -36,14 +40,14 @@ PIP := $(PY) -m pip --disable-pip-version-check
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 INSTALL := $(PIP) install --quiet --no-build-isolation --editable
 
-NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
+NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE_INPUTS := pyproject.toml setup.py $(NATIVE_SOURCES)
 # One thread a process: OpenMP threads that spin while others want the core cost more than they do.
 ONE_THREAD := OMP_NUM_THREADS=1
 
 DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
-.PHONY: demo test lint format docs bench clean distclean compiler FORCE
+.PHONY: demo test lint format docs bench gpu-test gpu-bench clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
@@ -76,6 +80,15 @@ bench: $(STAMPS)/package
 	  --device cpu --path prefill --output build/results/validate_reference.json
 	mkdir -p docs/results/cpu
 	cp build/results/*.json docs/results/cpu/
+	$(PY) -m microbench.tables
+
+gpu-test: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
+
+gpu-bench: $(STAMPS)/package
+	$(PY) -m microbench.kernels --output build/results/$(GPU)
+	mkdir -p docs/results/$(GPU)
+	cp build/results/$(GPU)/*.json docs/results/$(GPU)/
 	$(PY) -m microbench.tables
 
 clean:

@@ -1,9 +1,10 @@
-"""Writes the tables of the documents from the rows under docs/results.
+"""Writes the tables and plots of the documents from the rows under docs/results.
 
     python -m microbench.tables
 
 A table stands in a Markdown file between `<!-- table: NAME -->` and `<!-- end of table -->`, and
-`TABLES` names the function that makes it. A figure that is not in a row is not in a table.
+`TABLES` names the function that makes it. A figure that is not in a row is not in a table. A plot
+is a file of docs/images, there only where rows are, and the table of the same rows shows it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from microbench import plots
+from microbench.plots import number
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 TRAINING_LOG = ROOT / "flint_kernels" / "flint_tiny" / "checkpoint" / "training_log.json"
@@ -22,6 +26,18 @@ REGION = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", r
 NOT_MEASURED = "*Not measured in this version.*"
 
 Row = dict[str, Any]
+
+GPU = "h200"
+KERNELS_PLOT = ROOT / "docs" / "images" / f"kernels_{GPU}.svg"
+ROOF = "roof"  # the bench of the measured ceilings
+# What the plot and the README show of the kernels; the table has all.
+SHOWN_ROWS = ("M=1", "M=8192")
+HEADLINES = {
+    "rms_norm": ("M=1", "M=1 pdl", "M=8192"),
+    "fused_add_rms_norm": ("M=1", "M=1 pdl", "M=8192"),
+    "silu_and_mul": ("M=8192 D=6144",),
+    "qk_norm_rope_kv_write": ("M=1", "M=1 pdl", "M=8192"),
+}
 
 CHECKPOINTS = {"nvfp4": "NVFP4", "bf16": "BF16"}
 # The plain bodies set the yardstick. On the CPU decode equals prefill, so that one path will do.
@@ -69,7 +85,7 @@ def conditions(meta: dict[str, Any]) -> str:
 
 
 def figure(row: Row) -> str:
-    return f"{row['median']:.3g} ({row['p20']:.3g} to {row['p80']:.3g})"
+    return f"{number(row['median'])} ({number(row['p20'])} to {number(row['p80'])})"
 
 
 def cpu() -> str:
@@ -111,6 +127,85 @@ def validate() -> str:
     ]
     head = ["case", "checkpoint", "bodies", "perplexity", "mean KL to FP32", "max KL", "top-1"]
     return markdown(head, lines) + conditions(meta)
+
+
+def kernel_rows() -> tuple[dict[str, Any], list[Row]]:
+    """meta and rows of the kernels' times."""
+    meta, rows = read(GPU, "kernels")
+    return meta, [row for row in rows if row["bench"] != ROOF]
+
+
+def kernels() -> str:
+    """Every kernel and case beside its floor and its best peer, after the plot."""
+    meta, rows = kernel_rows()
+    if not rows:
+        return NOT_MEASURED
+    parts = [] if not plotted(rows) else [f"![{kernels_title(meta)}](images/{KERNELS_PLOT.name})"]
+    return "\n\n".join([*parts, kernel_table(rows)]) + conditions(meta)
+
+
+def kernel_headlines() -> str:
+    meta, rows = kernel_rows()
+    shown = [row for row in rows if row["case"] in HEADLINES.get(row["bench"], ())]
+    return kernel_table(shown) + conditions(meta) if shown else NOT_MEASURED
+
+
+def kernel_table(rows: Iterable[Row]) -> str:
+    lines = []
+    for row in rows:
+        median, floor, peer = row["median"], row["floor"], row["peer_median"]
+        lines.append(
+            [
+                f"`{row['bench']}`",
+                " ".join([row["case"], CHECKPOINTS.get(row["checkpoint"], "")]).strip(),
+                figure(row),
+                number(floor) if floor else "",
+                f"{100 * floor / median:.0f}%" if floor else "",
+                f"{row['peer']}: {number(peer)}" if peer else "none ran",
+                f"{peer / median:.2f}" if peer else "",
+            ]
+        )
+    head = [
+        "op",
+        "case",
+        "µs (20th to 80th percentile)",
+        "floor, µs",
+        "of the roof",
+        "best peer, µs",
+    ]
+    return markdown([*head, "times as fast"], lines)
+
+
+def roof() -> str:
+    """The measured ceilings that floors are counted from."""
+    meta, rows = read(GPU, "kernels")
+    lines = [[row["case"], row["metric"], figure(row)] for row in rows if row["bench"] == ROOF]
+    if not lines:
+        return NOT_MEASURED
+    head = ["measured", "unit", "median (20th to 80th percentile)"]
+    return markdown(head, lines) + conditions(meta)
+
+
+def plotted(rows: Iterable[Row]) -> list[Row]:
+    return [
+        row
+        for row in rows
+        if row["peer"]
+        and row["metric"] == "us"
+        and row["case"].split()[0] in SHOWN_ROWS
+        and row["case"].split()[-1] not in ("hot", "chain")
+    ]
+
+
+def kernels_title(meta: dict[str, Any]) -> str:
+    return f"Kernels on one {meta['gpu']}, time relative to the best peer"
+
+
+def drawings() -> dict[Path, str | None]:
+    """What each plot's file has to hold; None where there are no rows, and no file is to be."""
+    meta, rows = kernel_rows()
+    shown = plotted(rows)
+    return {KERNELS_PLOT: plots.chart(kernels_title(meta), shown) if shown else None}
 
 
 def significant(row: Row | None) -> str:
@@ -160,10 +255,22 @@ def thinned(points: list[Row], count: int) -> list[Row]:
     return [points[step] for step in steps]
 
 
-TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "training": training, "validate": validate}
+TABLES: dict[str, Callable[[], str]] = {
+    "cpu": cpu,
+    "kernel-headlines": kernel_headlines,
+    "kernels": kernels,
+    "roof": roof,
+    "training": training,
+    "validate": validate,
+}
 
 
 def main() -> None:
+    for path, drawing in drawings().items():
+        if drawing is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_text(drawing, encoding="utf-8")
     for path in documents():
         text = path.read_text(encoding="utf-8")
         path.write_text(updated(text), encoding="utf-8")

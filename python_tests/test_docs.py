@@ -110,6 +110,13 @@ def test_tables_are_those_of_the_result_rows() -> None:
         assert text == tables["updated"](text), f"{name_of(path)}: run `make docs`"
 
 
+def test_plots_are_those_of_the_result_rows() -> None:
+    tables = runpy.run_path(str(ROOT / "microbench" / "tables.py"))
+    for path, drawing in tables["drawings"]().items():
+        written = path.read_text(encoding="utf-8") if path.exists() else None
+        assert written == drawing, f"{name_of(path)}: run `make docs`"
+
+
 def test_the_schema_promise_is_quoted_word_by_word() -> None:
     promise = " ".join((ops.__doc__ or "").split("The promise:")[1].split())
     for name in ("README.md", "docs/schema_promise.md"):
@@ -131,11 +138,11 @@ def test_environment_variables_are_listed() -> None:
 
 
 def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     for path in DOCUMENTS:
         text = path.read_text(encoding="utf-8")
-        named = set(re.findall(r"`make ([a-z]+)", text)) | set(
-            re.findall(r"^make ([a-z]+)", text, re.M)
+        named = set(re.findall(r"`make ([a-z-]+)", text)) | set(
+            re.findall(r"^make ([a-z-]+)", text, re.M)
         )
         assert named <= targets, name_of(path)
 

@@ -1,0 +1,396 @@
+"""The parts of the benchmarks that need no GPU: statistics, plans, bytes, rows, tables, plots.
+
+The benchmarked calls run here too, on the CPU: kernels and peers have to compute the same thing,
+and a chain has to be one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from flint_kernels import ops, results
+from microbench import cases, kernels, plots, tables
+from microbench.cases import Group, Subject, activation, kv_write, norm
+from microbench.roofs import Roofs
+from microbench.timer import interleaved, plan, rotated
+
+CPU = torch.device("cpu")
+L2 = 60 * 2**20
+
+
+# ---------------------------------------------------------------------------------- the timer
+
+
+@pytest.mark.parametrize("launch_bytes", [1, 12_288, 500_000, 4_200_000, 67_000_000, 10**9])
+def test_launches_find_a_cold_l2(launch_bytes: int) -> None:
+    found = plan(launch_bytes, L2)
+    assert 2 <= found.sets <= found.launches
+    # Either the sets do not fit, or none is used twice in a replay.
+    assert found.sets * launch_bytes > 3 * L2 or found.sets == found.launches
+
+
+def test_no_more_sets_than_a_cold_l2_needs() -> None:
+    found = plan(4_200_000, L2)
+    assert (found.sets - 1) * 4_200_000 <= 3 * L2 < found.sets * 4_200_000
+
+
+def test_a_replay_is_long_beside_what_starts_it_and_short_enough_for_many() -> None:
+    assert plan(12_288, L2).launches == 512
+    assert plan(302_000_000, L2).launches == 13  # of about 75 us each
+    assert plan(2**32, L2).launches == 4
+    assert plan(4 * 10**8, L2, launch_flop=10**12).launches == 4  # bound by arithmetic
+
+
+@pytest.mark.parametrize("sizes", [(0, L2), (-1, L2), (10, 0)])
+def test_a_plan_without_bytes_is_refused(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"launch_bytes, l2_bytes: got .* want positive"):
+        plan(*sizes)
+
+
+def test_rotation_uses_every_set_in_order() -> None:
+    assert rotated("abc", 7) == list("abcabca")
+    assert rotated("a", 2) == ["a", "a"]
+
+
+def test_subjects_take_turns_and_warm_rounds_do_not_count() -> None:
+    order: list[str] = []
+    clock = itertools.count()
+
+    def sample(name: str) -> float:
+        order.append(name)
+        return float(next(clock))
+
+    samples = {name: partial(sample, name) for name in ("a", "b", "c")}
+    taken = interleaved(samples, rounds=3, warm_rounds=1)
+    assert "".join(order) == "abc" + "cba" + "abc" + "cba"
+    assert taken == {"a": [5.0, 6.0, 11.0], "b": [4.0, 7.0, 10.0], "c": [3.0, 8.0, 9.0]}
+
+
+# ------------------------------------------------------------------------------------- rows
+
+
+def group_of(*subjects: Subject, **more: Any) -> Group:
+    return Group("op", 4_000_000, lambda index: index, subjects, **more)
+
+
+def nothing(_: object) -> tuple[torch.Tensor, ...]:
+    return ()
+
+
+def test_rows_have_the_best_peer_and_the_floor() -> None:
+    group = group_of(
+        Subject("flint", nothing, "M=1"),
+        Subject("flint pdl", nothing, "M=1 pdl"),
+        Subject("slow", nothing),
+        Subject("quick", nothing),
+    )
+    times = {
+        "flint": [2.0, 1.0, 3.0],
+        "flint pdl": [1.5, 1.5, 1.5],
+        "slow": [9.0] * 3,
+        "quick": [4.0, 5.0, 3.0],
+    }
+    floor = Roofs(bytes_a_us=4e6, flop_a_us=8e8).floor_us(group.bytes)
+    plain, pdl = kernels.rows_of(group, times, floor, launches=8, sets=2)
+    assert (plain["bench"], plain["case"], plain["metric"]) == ("op", "M=1", "us")
+    assert (plain["median"], plain["floor"]) == (2.0, 1.0)
+    assert (plain["p20"], plain["p80"]) == (1.4, 2.6)
+    assert (plain["peer"], plain["peer_median"]) == ("quick", 4.0)
+    assert plain["peers"] == {"slow": 9.0, "quick": 4.0}
+    assert (plain["bytes"], plain["launches"], plain["sets"]) == (4_000_000, 8, 2)
+    assert (pdl["case"], pdl["median"], pdl["peer"]) == ("M=1 pdl", 1.5, "quick")
+
+
+def test_a_row_without_a_peer_says_so() -> None:
+    group = group_of(Subject("flint", nothing, "M=1"))
+    [row] = kernels.rows_of(group, {"flint": [1.0]}, 0.5, launches=8, sets=2)
+    assert (row["peer"], row["peer_median"], row["peers"]) == ("", 0.0, {})
+
+
+def test_the_floor_is_that_of_the_resource_that_binds() -> None:
+    roofs = Roofs(bytes_a_us=4e6, flop_a_us=8e8)
+    assert roofs.floor_us(8_000_000) == 2.0
+    assert roofs.floor_us(8_000_000, 4 * 10**9) == 5.0
+
+
+def test_printed_lines_show_rate_roof_and_peer_in_columns() -> None:
+    row = results.row("op", "M=1", "us", [2.0], floor=1.0, peer="quick", peer_median=5.0,
+                      bytes=4_000_000, flop=0)  # fmt: skip
+    cells = dict(zip(kernels.HEAD, kernels.line(row), strict=True))
+    assert (cells["rate"], cells["% roof"], cells["x peer"]) == ("2000 GB/s", "50.0", "2.50")
+    product = kernels.line({**row, "flop": 10**9})
+    assert "500 TFLOP/s" in product
+    roof = results.row("roof", "copy, 1 MiB", "GB/s", [4321.0])
+    printed = kernels.aligned([kernels.HEAD, kernels.line(row), kernels.line(roof)]).splitlines()
+    assert "4321 GB/s" in printed[2]
+    assert printed[0].index("rate") + len("rate") == printed[1].index("GB/s") + len("GB/s")
+
+
+# ------------------------------------------------------------------------ what is benchmarked
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Group]]:
+    """Groups of a benchmark on the CPU with up to 8 rows; no peer is compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(kv_write, "POSITIONS", 1024)
+    registry = cases.load()
+
+    def of(name: str) -> list[Group]:
+        found = list(registry[name](CPU))
+        return [group for group in found if int(group.label.split("M=")[1].split()[0]) <= 8]
+
+    return of
+
+
+BENCHES = sorted(set(cases.load()) - cases.ON_REQUEST)
+
+
+def test_the_benchmarks_are_those_of_the_row_kernels() -> None:
+    assert BENCHES == ["fused_add_rms_norm", "qk_norm_rope_kv_write", "rms_norm", "silu_and_mul"]
+    assert {"rms_norm_plans"} == cases.ON_REQUEST
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_kernels_and_peers_compute_the_same(
+    name: str, groups: Callable[[str], list[Group]]
+) -> None:
+    found = groups(name)
+    assert found
+    for group in found:
+        usable, problems = cases.checked(group)
+        assert not problems
+        assert [subject.name for subject in usable.subjects] == [
+            subject.name for subject in group.subjects
+        ]
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_cases_are_named_once_and_chains_have_both_launches(
+    name: str, groups: Callable[[str], list[Group]]
+) -> None:
+    named = [s.case for group in groups(name) for s in group.subjects if s.case]
+    assert len(set(named)) == len(named)
+    for case in named:
+        if case.endswith(" pdl"):
+            assert case.removesuffix(" pdl") in named
+            assert case.replace(" pdl", " chain") in named
+    assert any(case.endswith(" pdl") for case in named)
+
+
+def chains(found: list[Group]) -> Iterator[tuple[Group, Subject]]:
+    for group in found:
+        for subject in group.subjects:
+            if group.chained and subject.case:
+                yield group, subject
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_each_launch_of_a_chain_depends_on_the_first(
+    name: str, groups: Callable[[str], list[Group]]
+) -> None:
+    def last_output(group: Group, subject: Subject, change: bool) -> torch.Tensor:
+        sets = [group.make(index) for index in range(4)]
+        if change:
+            first = sets[0].qkv if name == "qk_norm_rope_kv_write" else sets[0].x
+            first[:, ::2] *= -1
+        outputs = [subject.call(buffers) for buffers in subject.arrange(sets)]
+        return outputs[-1][0]
+
+    for group, subject in chains(groups(name)):
+        assert not torch.equal(
+            last_output(group, subject, False), last_output(group, subject, True)
+        ), group.label
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_values_of_a_chain_neither_die_nor_explode(
+    name: str, groups: Callable[[str], list[Group]]
+) -> None:
+    group, subject = next(chains(groups(name)))
+    sets = subject.arrange([group.make(index) for index in range(512)])
+    for buffers in sets:
+        [first, *_] = subject.call(buffers)
+    assert 0.1 < float(first.float().std()) < 10
+
+
+def test_a_chain_of_norms_is_the_op_after_the_op() -> None:
+    sets = norm.chained([norm.make(2, CPU, index) for index in range(3)])
+    launch = norm.in_chain(partial(norm.fused_add_rms_norm, enable_pdl=True))
+    for buffers in sets:
+        last = launch(buffers)
+    x, residual = sets[0].x, sets[0].residual
+    for buffers in sets:
+        x, residual = ops.fused_add_rms_norm(x, residual, buffers.weight, norm.EPS)
+    assert torch.equal(last[0], x)
+    assert torch.equal(last[1], residual)
+
+
+def test_outputs_of_a_chain_are_views_of_the_next_input() -> None:
+    gates = activation.chained([activation.make_neutral(64, CPU, index) for index in range(3)])
+    act = gates[0].act
+    assert act is not None
+    assert act.is_contiguous()
+    assert act.data_ptr() == gates[1].x[:, 64:].data_ptr()
+    table = torch.ones(64, kv_write.DIM)
+    linked = kv_write.chained([kv_write.make(8, table, index) for index in range(3)])
+    q, k = linked[1].q, linked[1].k
+    assert q is not None
+    assert k is not None
+    assert q.is_contiguous()
+    assert k.is_contiguous()
+    assert q.data_ptr() == linked[2].qkv.data_ptr()
+    assert k.data_ptr() == q.data_ptr() + q.nbytes
+    assert k.data_ptr() + k.nbytes < linked[2].qkv.data_ptr() + linked[2].qkv.nbytes
+
+
+@pytest.mark.parametrize("rows", [1, 8, 8192])
+def test_slots_are_those_of_a_cache(rows: int) -> None:
+    buffers = kv_write.make(rows, torch.ones(16384, kv_write.DIM), index=1)
+    assert buffers.slots.unique().numel() == rows
+    assert int(buffers.slots.min()) >= 0
+    assert int(buffers.slots.max()) < buffers.k_cache.shape[0] * kv_write.PAGE
+    assert buffers.positions.unique().numel() == rows  # each reads a row of the table
+    assert buffers.k_cache.stride(1) == kv_write.DIM  # HND: the tokens of a head side by side
+
+
+def test_bytes_are_counted_from_the_tensors(groups: Callable[[str], list[Group]]) -> None:
+    """Each input once, each output once; of table and caches, the rows that are touched."""
+    buffers = norm.make(8, CPU, 0)
+    [normed] = norm.rms_norm(buffers, enable_pdl=False)
+    read = buffers.x.nbytes + buffers.weight.nbytes
+    assert norm.rms_norm_bytes(8) == read + normed.nbytes
+    outputs = norm.fused_add_rms_norm(buffers, enable_pdl=False)
+    read += buffers.residual.nbytes
+    assert norm.fused_add_rms_norm_bytes(8) == read + sum(output.nbytes for output in outputs)
+
+    gates = groups("silu_and_mul")[0]
+    x = gates.make(0).x
+    assert gates.bytes == x.nbytes + ops.silu_and_mul(x).nbytes
+
+    table = torch.ones(64, kv_write.DIM)
+    heads = kv_write.make(8, table, 0)
+    q, k, *_ = kv_write.kernel(heads)
+    small = (heads.qkv, heads.q_weight, heads.k_weight, heads.positions, heads.slots, q, k)
+    cached = 2 * k.nbytes  # k and v
+    assert kv_write.launch_bytes(8) == sum(t.nbytes for t in small) + table[:8].nbytes + cached
+
+
+def test_what_computes_something_else_is_not_timed() -> None:
+    group = group_of(
+        Subject("flint", lambda _: (torch.ones(3),), "M=1"),
+        Subject("peer", lambda _: (torch.full((3,), 1.05),)),
+    )
+    with pytest.raises(
+        RuntimeError, match=r"op M=1: output 0 of flint is 0\.0476 from that of peer"
+    ):
+        cases.checked(group)
+    nan = replace(group, subjects=[Subject("flint", lambda _: (torch.tensor([torch.nan]),), "M=1")])
+    with pytest.raises(RuntimeError, match="output 0 of flint is nan"):
+        cases.checked(nan)
+
+
+def test_a_peer_that_cannot_run_is_left_out_and_named() -> None:
+    def broken(_: object) -> tuple[torch.Tensor, ...]:
+        raise RuntimeError("no compiler")
+
+    ours = Subject("flint", lambda _: (torch.ones(3),), "M=1")
+    usable, problems = cases.checked(group_of(ours, Subject("peer", broken)))
+    assert list(usable.subjects) == [ours]
+    assert problems == ["op M=1: peer peer cannot run: no compiler"]
+    with pytest.raises(RuntimeError, match="no compiler"):
+        cases.checked(group_of(replace(ours, call=broken)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+def test_the_command_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kernels.main(["--only", "rms_norm"])
+    assert "no GPU" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------- tables and plots
+
+META = {
+    "gpu": "NVIDIA H200", "cpu": "", "threads": 16, "driver": "1", "cuda": "13.0",
+    "torch": "2.11.0", "triton": "3.6.0", "python": "3.12", "commit": "0123456789abcdef",
+    "date": "2026-01-01",
+}  # fmt: skip
+
+
+def made_up_rows() -> list[results.Row]:
+    more = {"peer": "torch", "peer_median": 4.0, "bytes": 1, "flop": 0}
+    return [
+        results.row("roof", "copy, 1 MiB", "GB/s", [4000.0]),
+        results.row("rms_norm", "M=1", "us", [1.2, 1.3, 1.4], floor=0.003, **more),
+        results.row("rms_norm", "M=1 hot", "us", [1.0], floor=0.003, **more),
+        results.row("rms_norm", "M=64 pdl", "us", [1.1], floor=0.1, **more),
+        results.row("silu_and_mul", "M=8192 D=6144", "us", [8.0], floor=3.0, **more),
+    ]
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of results with a kernels.json of made-up figures."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "KERNELS_PLOT", tmp_path / "kernels_h200.svg")
+    results.write(tmp_path / "h200" / "kernels.json", made_up_rows(), META)
+    return tmp_path
+
+
+def test_without_rows_tables_say_so_and_there_is_no_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for name in ("kernels", "kernel-headlines", "roof"):
+        assert tables.TABLES[name]() == "*Not measured in this version.*"
+    assert set(tables.drawings().values()) == {None}
+
+
+def test_tables_are_made_of_rows(measured: Path) -> None:
+    table = tables.TABLES["kernels"]()
+    assert "| `rms_norm` | M=1 | 1.3 (1.24 to 1.36) | 0.003 | 0% | torch: 4 | 3.08 |" in table
+    assert "| `silu_and_mul` | M=8192 D=6144 | 8 (8 to 8) | 3 | 38% | torch: 4 | 0.50 |" in table
+    assert table.startswith("![Kernels on one NVIDIA H200, time relative to the best peer](images/")
+    assert "commit 0123456789ab." in table
+    assert "4e+03" not in table  # the roofs have a table of their own
+    assert "| copy, 1 MiB | GB/s | 4000 (4000 to 4000) |" in tables.TABLES["roof"]()
+    headlines = tables.TABLES["kernel-headlines"]()
+    assert headlines.count("| `") == 2
+    assert "hot" not in headlines
+
+
+def test_the_plot_shows_cases_by_their_own_launches(measured: Path) -> None:
+    [drawing] = tables.drawings().values()
+    assert drawing is not None
+    root = ElementTree.fromstring(drawing)
+    space = "{http://www.w3.org/2000/svg}"
+    names = [each.text for each in root.iter(f"{space}text") if each.get("class") == "name"]
+    assert names == ["rms_norm", "silu_and_mul"]  # neither the hot case nor M=64
+    bars = [float(bar.get("width", "")) for bar in root.iter(f"{space}rect")][1:]
+    scale = plots.x_of(1.0) - plots.x_of(0.0)
+    assert bars[0] == pytest.approx(scale * 1.3 / 4, abs=0.1)
+    assert bars[1] == pytest.approx(scale * plots.LIMIT, abs=0.1)  # twice the peer, cut off
+    assert "→" in drawing
+
+
+def test_the_same_rows_draw_the_same_bytes() -> None:
+    rows = tables.plotted(made_up_rows())
+    assert plots.chart("a < b", rows) == plots.chart("a < b", json.loads(json.dumps(rows)))
+    ElementTree.fromstring(plots.chart("a < b", rows))
+
+
+def test_a_row_that_has_no_peer_is_not_drawn() -> None:
+    row = results.row("op", "M=1", "us", [1.0])
+    with pytest.raises(ValueError, match=r"rows: got op M=1 .* want times in 'us' with a peer"):
+        plots.chart("title", [row])
