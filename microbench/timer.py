@@ -116,7 +116,8 @@ class Timer:
 
     def __init__(self, rounds: int = 31) -> None:
         self.rounds = rounds
-        self.l2_bytes: int = torch.cuda.get_device_properties().L2_cache_size
+        device = torch.cuda.current_device()
+        self.l2_bytes: int = torch.cuda.get_device_properties(device).L2_cache_size
         self._swept = torch.ones(L2_TIMES * self.l2_bytes // 4, dtype=torch.int32, device="cuda")
         self._sink = torch.empty((), dtype=torch.int32, device="cuda")
 

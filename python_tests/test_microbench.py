@@ -22,7 +22,7 @@ from flint_kernels import ops, results
 from microbench import cases, kernels, plots, tables
 from microbench.cases import Group, Subject, activation, kv_write, norm
 from microbench.roofs import Roofs
-from microbench.timer import interleaved, plan, rotated
+from microbench.timer import Launch, Plan, interleaved, plan, rotated
 
 CPU = torch.device("cpu")
 L2 = 60 * 2**20
@@ -310,6 +310,37 @@ def test_a_peer_that_cannot_run_is_left_out_and_named() -> None:
     assert problems == ["op M=1: peer peer cannot run: no compiler"]
     with pytest.raises(RuntimeError, match="no compiler"):
         cases.checked(group_of(replace(ours, call=broken)))
+
+
+class UntimedTimer:
+    """Runs every launch, in place of a replay."""
+
+    def plan(self, launch_bytes: int, launch_flop: int = 0) -> Plan:
+        return Plan(launches=5, sets=3)
+
+    def measure(
+        self, subjects: dict[str, list[Launch]], *, hot: bool = False
+    ) -> dict[str, list[float]]:
+        assert {len(launches) for launches in subjects.values()} == {5}
+        for launches in subjects.values():
+            for launch in launches:
+                launch()
+        return {name: [1.0] for name in subjects}
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_group_is_measured_from_buffers_to_rows(
+    name: str, groups: Callable[[str], list[Group]]
+) -> None:
+    roofs = Roofs(bytes_a_us=4e6, flop_a_us=8e8)
+    for group in groups(name):
+        rows, problems = kernels.measure(group, UntimedTimer(), roofs)  # type: ignore[arg-type]
+        assert not problems
+        assert [row["case"] for row in rows] == [s.case for s in group.subjects if s.case]
+        for row in rows:
+            assert row["sets"] == (1 if group.hot else 5 if group.chained else 3)
+            assert row["floor"] == group.bytes / 4e6
+            assert set(row["peers"]) == {"torch", "torch.compile"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
