@@ -7,7 +7,6 @@ namespace flint::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostGridRows = 65535;  // the limit of a grid's second dimension
 // More rows than this: a thread takes two, for four loads in flight.
 constexpr int64_t kRowsForTwo = 512;
 
@@ -86,16 +85,11 @@ bool takes_vectors(const SiluAndMul& in) {
 cudaError_t silu_and_mul(const SiluAndMul& in, const Launch& launch) {
   if (in.width == 0 || in.rows == 0) return cudaSuccess;
   const bool vectors = takes_vectors(in);
-  const int64_t columns = vectors ? in.width / 8 : in.width;
-  // Narrow rows share a CTA.
-  int64_t across = kThreads;
-  while (across > kWarp && across / 2 >= columns) across /= 2;
-  const int64_t down = kThreads / across;
   const int rows_a_thread = vectors && in.rows > kRowsForTwo ? 2 : 1;
-  const dim3 block(static_cast<unsigned>(across), static_cast<unsigned>(down));
-  const dim3 grid(
-      static_cast<unsigned>(ceil_div(columns, across)),
-      static_cast<unsigned>(least(ceil_div(in.rows, down * rows_a_thread), kMostGridRows)));
+  const ElementTiles tiles =
+      element_tiles(vectors ? in.width / 8 : in.width, in.rows, rows_a_thread, kThreads);
+  const dim3 block(static_cast<unsigned>(tiles.across), static_cast<unsigned>(tiles.down));
+  const dim3 grid(static_cast<unsigned>(tiles.ctas_across), static_cast<unsigned>(tiles.ctas_down));
   const auto kernel = !vectors ? (in.bf16 ? silu_and_mul_any<uint16_t> : silu_and_mul_any<float>)
                       : rows_a_thread == 2 ? silu_and_mul_8<2>
                                            : silu_and_mul_8<1>;

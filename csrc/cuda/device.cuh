@@ -51,6 +51,22 @@ __device__ __forceinline__ uint2 load_once(const uint2* from) {
   return value;
 }
 
+// A weight, which no kernel in flight writes, ahead of the wait. Not by ld.global.nc (__ldg), which
+// ptxas moves behind the wait.
+__device__ __forceinline__ uint4 load_weight(const uint4* from) {
+  uint4 value;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from));
+  return value;
+}
+
+__device__ __forceinline__ uint2 load_weight(const uint2* from) {
+  uint2 value;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(from));
+  return value;
+}
+
 // ------------------------------------------------------------------------------ BF16
 
 // An element of a tensor: BF16 as its bits, or FP32.

@@ -22,9 +22,22 @@ constexpr int64_t kMostGridRows = 65535;  // the limit of a grid's second dimens
 
 static_assert(kGroupLanes * kQuad == kHalf);
 
-__device__ __forceinline__ int64_t index_at(const Indices& indices, int64_t i) {
-  return indices.wide ? static_cast<const int64_t*>(indices.data)[i]
-                      : static_cast<const int32_t*>(indices.data)[i];
+// An index as it was loaded: nothing is made of it before the next load is on its way.
+struct IndexWords {
+  int32_t low, high;
+
+  __device__ __forceinline__ int64_t value(bool wide) const {
+    return wide ? static_cast<int64_t>(high) << 32 | static_cast<uint32_t>(low) : low;
+  }
+};
+
+// The index's 4 or 8 bytes; -1 where it is not `wanted`.
+__device__ __forceinline__ IndexWords load_index(const Indices& indices, int64_t i, bool wanted) {
+  const auto* at = static_cast<const int32_t*>(indices.data) + (indices.wide ? 2 * i : i);
+  IndexWords words{-1, -1};
+  if (wanted) words.low = at[0];
+  if (wanted && indices.wide) words.high = at[1];
+  return words;
 }
 
 struct RowPlan {
@@ -34,39 +47,38 @@ struct RowPlan {
 };
 
 __device__ __forceinline__ RowPlan plan_row(const QkNormRope& in, int64_t row) {
-  const int64_t slot = row < in.slots.count ? index_at(in.slots, row) : -1;
-  bool inside = true;
-  const float* cos_sin = in.cos_sin;
-  if (in.rope) {
-    const int64_t position = index_at(in.positions, row);
-    inside = position >= 0 && position < in.table_rows;
-    if (inside) cos_sin += position * in.cache.head_dim;
-  }
+  const IndexWords position_words = load_index(in.positions, row, in.rope);
+  const IndexWords slot_words = load_index(in.slots, row, row < in.slots.count);
+  const int64_t position = position_words.value(in.positions.wide);
+  const int64_t slot = slot_words.value(in.slots.wide);
+  const bool inside = !in.rope || (position >= 0 && position < in.table_rows);
+  const float* cos_sin = in.cos_sin + (in.rope && inside ? position * in.cache.head_dim : 0);
   return {row_outcome(slot, in.cache.slots, inside), slot, cos_sin};
 }
 
-// Where the head's q or k goes; null for a v head.
+// Where a row's heads go: found once a row, since it takes divisions by the page size.
 template <typename T>
-__device__ __forceinline__ T* head_output(const QkNormRope& in, int64_t row, int head) {
-  const int kv_heads = in.cache.kv_heads, dim = in.cache.head_dim;
-  if (head < in.heads) return static_cast<T*>(in.q) + (row * in.heads + head) * dim;
-  if (head < in.heads + kv_heads) {
-    return static_cast<T*>(in.k) + (row * kv_heads + head - in.heads) * dim;
-  }
-  return nullptr;
-}
+struct RowOutputs {
+  T* q;
+  T* k;
+  T* cached_k;  // null: the row is not cached
+  T* cached_v;
+};
 
-// The head's place in the cache; null for a q head and in a row without a slot.
 template <typename T>
-__device__ __forceinline__ T* head_cached(const QkNormRope& in, int64_t slot, int head) {
+__device__ __forceinline__ RowOutputs<T> row_outputs(const QkNormRope& in, int64_t row,
+                                                     int64_t slot) {
   const KvCache& cache = in.cache;
-  const int kv_head = head - in.heads;
-  if (kv_head < 0 || slot < 0) return nullptr;
-  if (kv_head < cache.kv_heads) {
-    return static_cast<T*>(cache.k) + slot_offset(cache.k_strides, cache.page_size, slot, kv_head);
+  RowOutputs<T> out{static_cast<T*>(in.q) + row * in.heads * cache.head_dim,
+                    static_cast<T*>(in.k) + row * cache.kv_heads * cache.head_dim, nullptr,
+                    nullptr};
+  if (slot >= 0) {
+    const auto page_size = static_cast<uint32_t>(cache.page_size);
+    const auto narrow = static_cast<uint32_t>(slot);
+    out.cached_k = static_cast<T*>(cache.k) + slot_offset_32(cache.k_strides, page_size, narrow);
+    out.cached_v = static_cast<T*>(cache.v) + slot_offset_32(cache.v_strides, page_size, narrow);
   }
-  return static_cast<T*>(cache.v) +
-         slot_offset(cache.v_strides, cache.page_size, slot, kv_head - cache.kv_heads);
+  return out;
 }
 
 // Zeros or NaN in the group's q and k heads.
@@ -74,8 +86,12 @@ template <typename T>
 __device__ void fill_row(const QkNormRope& in, int64_t row, RowOutcome outcome, int group,
                          int groups, int lane) {
   const float value = outcome == RowOutcome::kNaN ? __uint_as_float(0x7fc00000u) : 0.0f;
+  const RowOutputs<T> out = row_outputs<T>(in, row, -1);
+#pragma unroll 1
   for (int head = group; head < in.heads + in.cache.kv_heads; head += groups) {
-    T* to = head_output<T>(in, row, head);
+    T* to = head < in.heads ? out.q + int64_t{head} * in.cache.head_dim
+                            : out.k + int64_t{head - in.heads} * in.cache.head_dim;
+#pragma unroll 1
     for (int i = lane; i < in.cache.head_dim; i += kGroupLanes) store_rounded(to + i, value);
   }
 }
@@ -99,8 +115,8 @@ struct Halves {
 
 __device__ __forceinline__ Halves load_weights(const void* weight, int lane) {
   const auto* from = static_cast<const uint16_t*>(weight) + lane * kQuad;
-  return {__ldg(reinterpret_cast<const uint2*>(from)),
-          __ldg(reinterpret_cast<const uint2*>(from + kHalf))};
+  return {load_weight(reinterpret_cast<const uint2*>(from)),
+          load_weight(reinterpret_cast<const uint2*>(from + kHalf))};
 }
 
 __device__ __forceinline__ void store(uint16_t* head, int lane, const Halves& value) {
@@ -184,16 +200,28 @@ __global__ void __launch_bounds__(kThreads)
     cos[0] = c.x, cos[1] = c.y, cos[2] = c.z, cos[3] = c.w;
     sin[0] = s.x, sin[1] = s.y, sin[2] = s.z, sin[3] = s.w;
   }
+  const RowOutputs<uint16_t> out = row_outputs<uint16_t>(in, row, plan.slot);
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
-    const int head = group + i * groups;
+    const int head = group + i * groups, kv_head = head - in.heads, v_head = head - norm_heads;
     // A v head is normed for nothing: a warp's two groups shuffle together.
-    Halves value = normalise(x[i], head < in.heads ? q_weight : k_weight, in.eps);
+    Halves value = normalise(x[i], kv_head < 0 ? q_weight : k_weight, in.eps);
     if (head >= heads) continue;
+    if (v_head >= 0) {
+      if (out.cached_v != nullptr) {
+        store(out.cached_v + v_head * in.cache.v_strides.head, lane, x[i]);
+      }
+      continue;
+    }
     if (in.rope) value = rotate(value, cos, sin);
-    if (head >= norm_heads) value = x[i];
-    if (auto* to = head_output<uint16_t>(in, row, head)) store(to, lane, value);
-    if (auto* to = head_cached<uint16_t>(in, plan.slot, head)) store(to, lane, value);
+    if (kv_head < 0) {
+      store(out.q + head * kFastHeadDim, lane, value);
+    } else {
+      store(out.k + kv_head * kFastHeadDim, lane, value);
+      if (out.cached_k != nullptr) {
+        store(out.cached_k + kv_head * in.cache.k_strides.head, lane, value);
+      }
+    }
   }
 }
 
@@ -241,6 +269,7 @@ __global__ void __launch_bounds__(kThreads)
     fill_row<T>(in, row, plan.outcome, group, groups, lane);
     return;
   }
+  const RowOutputs<T> out = row_outputs<T>(in, row, plan.slot);
   const float inverse_dim = 1.0f / static_cast<float>(dim);
   // Every lane goes round equally often: they shuffle together.
   for (int first = 0; first < heads; first += groups) {
@@ -250,13 +279,18 @@ __global__ void __launch_bounds__(kThreads)
         static_cast<const T*>(in.qkv) + row * in.qkv_stride + int64_t{any ? head : 0} * dim;
     const float squares = lane_sum<kGroupLanes>(any_squares(x, dim, lane));
     if (!any) continue;
-    const float scale = rsqrtf(fmaf(squares, inverse_dim, in.eps));
-    T* to = head_output<T>(in, row, head);
-    T* cached = head_cached<T>(in, plan.slot, head);
-    if (to == nullptr) {
-      for (int i = lane; cached != nullptr && i < dim; i += kGroupLanes) cached[i] = x[i];
+    const int64_t kv_head = head - in.heads, v_head = kv_head - in.cache.kv_heads;
+    if (v_head >= 0) {
+      if (out.cached_v == nullptr) continue;
+      T* cached = out.cached_v + v_head * in.cache.v_strides.head;
+      for (int i = lane; i < dim; i += kGroupLanes) cached[i] = x[i];
       continue;
     }
+    const float scale = rsqrtf(fmaf(squares, inverse_dim, in.eps));
+    T* to = kv_head < 0 ? out.q + int64_t{head} * dim : out.k + kv_head * dim;
+    T* cached = kv_head < 0 || out.cached_k == nullptr
+                    ? nullptr
+                    : out.cached_k + kv_head * in.cache.k_strides.head;
     const T* weight = static_cast<const T*>(head < in.heads ? in.q_weight : in.k_weight);
     const auto normed = [&](int i) {
       return rounded(T{}, to_float(x[i]) * scale * to_float(weight[i]));
@@ -283,18 +317,20 @@ __global__ void __launch_bounds__(kThreads) copy_to_cache(const __grid_constant_
   let_next_kernel_start();
   const KvCache& cache = in.cache;
   const int64_t row = in.first_row + blockIdx.x;
-  const int64_t slot = index_at(in.slots, row);
+  const int64_t slot = load_index(in.slots, row, true).value(in.slots.wide);
   if (slot < 0 || slot >= cache.slots) return;
+  const auto page_size = static_cast<uint32_t>(cache.page_size);
+  const auto narrow = static_cast<uint32_t>(slot);
+  const auto* k = static_cast<const Unit*>(in.k) + row * in.k_row_stride;
+  const auto* v = static_cast<const Unit*>(in.v) + row * in.v_row_stride;
+  auto* to_k = static_cast<Unit*>(cache.k) + slot_offset_32(cache.k_strides, page_size, narrow);
+  auto* to_v = static_cast<Unit*>(cache.v) + slot_offset_32(cache.v_strides, page_size, narrow);
   for (int i = static_cast<int>(threadIdx.x); i < cache.kv_heads * cache.head_dim; i += kThreads) {
     const int head = i / cache.head_dim, at = i % cache.head_dim;
-    const auto* k = static_cast<const Unit*>(in.k) + row * in.k_row_stride;
-    const auto* v = static_cast<const Unit*>(in.v) + row * in.v_row_stride;
     const Unit k_unit = k[head * in.k_head_stride + at];
     const Unit v_unit = v[head * in.v_head_stride + at];
-    static_cast<Unit*>(cache.k)[slot_offset(cache.k_strides, cache.page_size, slot, head) + at] =
-        k_unit;
-    static_cast<Unit*>(cache.v)[slot_offset(cache.v_strides, cache.page_size, slot, head) + at] =
-        v_unit;
+    to_k[head * cache.k_strides.head + at] = k_unit;
+    to_v[head * cache.v_strides.head + at] = v_unit;
   }
 }
 

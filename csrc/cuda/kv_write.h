@@ -22,7 +22,7 @@ struct KvCache {
   void* k;
   void* v;
   PageStrides k_strides, v_strides;
-  int64_t slots, page_size;
+  int64_t slots, page_size;  // slots below 2^32: 8 GB of the smallest rows there can be
   int kv_heads, head_dim;
 };
 

@@ -107,10 +107,6 @@ __device__ __forceinline__ float inverse_rms(float squares, const RmsNorm& norm)
   return rsqrtf(fmaf(squares, norm.inverse_width, norm.eps));
 }
 
-__device__ __forceinline__ uint4 load_weight(const Row& row, int64_t at) {
-  return __ldg(reinterpret_cast<const uint4*>(row.weight + at));
-}
-
 // A thread holds kVectors vectors of the row, a whole CTA apart. With `kWidth` the width is known
 // and every vector is there; without it, CTAs are a multiple of 4 warps, at most kThreads.
 template <bool kAdd, int kVectors, int kThreads, int kWidth>
@@ -128,7 +124,9 @@ __global__ void __launch_bounds__(kThreads) rms_norm_cta(const __grid_constant__
   uint4 weight[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (there(i)) weight[i] = load_weight(row, first + i * step);
+    if (there(i)) {
+      weight[i] = load_weight(reinterpret_cast<const uint4*>(row.weight + first + i * step));
+    }
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -186,7 +184,7 @@ __global__ void __launch_bounds__(kWarpsACta* kWarp, 4)
 #pragma unroll
   for (int i = 0; i < kTilesAWarpRow; ++i) {
     const int at = first + i * kTile;
-    part[i].store(row, at, load_weight(row, at), scale);
+    part[i].store(row, at, __ldg(reinterpret_cast<const uint4*>(row.weight + at)), scale);
   }
 }
 

@@ -15,17 +15,6 @@ using namespace flint::nvfp4;
 constexpr int kThreads = 256;
 constexpr int kBlocksAThread = 4;  // loads in flight
 
-// The byte offsets of block `block` (over all super-blocks) in the two layouts.
-FLINT_HD constexpr int64_t gguf_codes_at(int64_t block) {
-  return block / kSuperblockScales * kSuperblockBytes + kSuperblockScales +
-         block % kSuperblockScales * kBlockBytes;
-}
-FLINT_HD constexpr int64_t gguf_scales_at(int64_t superblock) {
-  return superblock * kSuperblockBytes;
-}
-static_assert(gguf_codes_at(0) == 4 && gguf_codes_at(3) == 28 && gguf_codes_at(4) == 40);
-static_assert(gguf_codes_at((int64_t{1} << 33) + 1) == (int64_t{1} << 31) * 36 + 12);
-
 // A word of 4 bytes; byte by byte where the tensors are not aligned to 4.
 template <bool kAligned>
 __device__ __forceinline__ uint32_t load_word(const uint8_t* from) {

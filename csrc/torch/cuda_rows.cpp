@@ -71,6 +71,8 @@ cuda::KvCache checked_cache(const CudaCall& call, const Tensor& k, const Tensor&
   for (int64_t i = 0; i < 4; ++i) {
     STD_TORCH_CHECK(k.size(i) == v.size(i), "v_cache: want the shape of k_cache");
   }
+  STD_TORCH_CHECK(k.size(0) * k.size(1) <= 0xffffffff && k.size(2) * k.size(3) <= 0x7fffffff,
+                  "k_cache: got ", k.size(0) * k.size(1), " slots, want fewer than 2^32");
   return {mutable_data<void>(k),
           mutable_data<void>(v),
           page_strides(k),
