@@ -24,6 +24,17 @@ inline constexpr int kSuperblockScales = kSuperblockValues / kBlockValues;
 inline constexpr int kSuperblockCodeBytes = kSuperblockValues / 2;
 inline constexpr int kSuperblockBytes = kSuperblockScales + kSuperblockCodeBytes;
 
+// Where GGUF keeps the codes of a block (counted over all super-blocks) and the scales of a
+// super-block, in bytes.
+FLINT_HD constexpr int64_t gguf_codes_at(int64_t block) {
+  return block / kSuperblockScales * kSuperblockBytes + kSuperblockScales +
+         block % kSuperblockScales * kBlockBytes;
+}
+
+FLINT_HD constexpr int64_t gguf_scales_at(int64_t superblock) {
+  return superblock * kSuperblockBytes;
+}
+
 // Swaps the bits of `mask` with those `shift` places higher.
 FLINT_HD constexpr uint64_t swap_bits(uint64_t word, uint64_t mask, int shift) {
   const uint64_t moved = ((word >> shift) ^ word) & mask;
@@ -83,6 +94,8 @@ FLINT_HD constexpr float e4m3_value(uint8_t byte) {
   return std::bit_cast<float>(sign | ((magnitude << 20) + (120u << 23)));
 }
 
+static_assert(gguf_codes_at(0) == 4 && gguf_codes_at(3) == 28 && gguf_codes_at(4) == 40);
+static_assert(gguf_codes_at((int64_t{1} << 33) + 1) == (int64_t{1} << 31) * 36 + 12);
 static_assert(block_gguf_to_modelopt(0xf7e6d5c4b3a29180u) == 0xfedcba9876543210u);
 static_assert(block_modelopt_to_gguf(0xfedcba9876543210u) == 0xf7e6d5c4b3a29180u);
 static_assert(scales_gguf_to_modelopt(0xb87f7e80u) == 0x38007e00u);
