@@ -23,6 +23,9 @@ def nvfp4_quantize(
 
     Returns: (weight [..., N, K / 2] uint8, weight_scale [..., N, K / 16] float8_e4m3fn,
         weight_scale_2 [] float32).
+
+    Values: NaN, infinity, or a global_scale that is not finite and above 0 is an error on the CPU;
+    a GPU makes codes without a meaning of them.
     """
     check = Checker("nvfp4_quantize", "x", x)
     check.rows("x", x)
@@ -102,6 +105,8 @@ def gguf_to_modelopt(blocks: torch.Tensor) -> tuple[Spec, Spec]:
         blocks: [..., N, K / 64 * 36] uint8; any strides.
 
     Returns: (weight [..., N, K / 2] uint8, weight_scale [..., N, K / 16] float8_e4m3fn).
+
+    Values: while a CUDA graph is captured or replayed 0xFF raises nothing and is read as 0x7F.
     """
     check = Checker("gguf_to_modelopt", "blocks", blocks)
     check.tensor("blocks", blocks, CODES)
@@ -131,6 +136,9 @@ def modelopt_to_gguf(weight: torch.Tensor, weight_scale: torch.Tensor) -> Spec:
         weight_scale: [..., N, K / 16] float8_e4m3fn.
 
     Returns: [..., N, K / 64 * 36] uint8.
+
+    On a GPU the check reads one number back. While a CUDA graph is captured it cannot: there, and
+    in the graph's replays, such a scale loses its sign bit.
     """
     check = Checker("modelopt_to_gguf", "weight", weight)
     check.tensor("weight", weight, CODES)
