@@ -141,15 +141,25 @@ def test_rows_without_a_choice_and_bad_settings_give_minus_one() -> None:
 # ----------------------------------------------------------------------- formats and their outcomes
 
 
-def test_G1_and_scales_that_gguf_cannot_hold() -> None:
+def test_G1_repack_while_nothing_can_be_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a capture bad scales are taken as ggml reads them; otherwise they are an error."""
     codes = bytes.fromhex("8091a2b3c4d5e6f7") * 4
     blocks = torch.tensor(list(bytes([0x7F, 0xB8, 0xFF, 0x01]) + codes), dtype=torch.uint8)[None]
+    with pytest.raises(ValueError, match="0xff"):
+        general("gguf_to_modelopt", blocks)
+    monkeypatch.setattr(gpu_general, "_capturing", lambda _: True)
     weight, scale = general("gguf_to_modelopt", blocks)
     assert bytes(weight[0, :8].tolist()).hex() == "1032547698badcfe"
-    assert scale.view(torch.uint8)[0].tolist() == [0x00, 0x38, 0x7F, 0x01]
-    back = general("modelopt_to_gguf", weight, scale)
-    assert back[0, :4].tolist() == [0x00, 0x38, 0xFF, 0x01]
+    assert scale.view(torch.uint8)[0].tolist() == [0x00, 0x38, 0x00, 0x01]
+    negative = torch.tensor([[0x00, 0xB8, 0x7F, 0x01]], dtype=torch.uint8)
+    back = general("modelopt_to_gguf", weight, negative.view(torch.float8_e4m3fn))
+    assert back[0, :4].tolist() == [0x00, 0x38, 0x7F, 0x01]
     assert torch.equal(back[0, 4:], blocks[0, 4:])
+    for name in ("gguf_to_modelopt", "modelopt_to_gguf"):
+        for args, kwargs in op_samples.SAMPLES[name]():
+            got, want = general(name, *args, **kwargs), reference(name, *args, **kwargs)
+            for one, two in zip(as_tuple(got), as_tuple(want), strict=True):
+                assert torch.equal(bits(one), bits(two))
 
 
 def test_values_that_nvfp4_cannot_hold_do_not_raise() -> None:

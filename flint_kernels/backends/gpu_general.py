@@ -3,7 +3,7 @@
 They are what runs where an op has no hand-written kernel, and the yardstick for those that come.
 All follow the rounding points of the reference, give the same bits in every run, and can be
 captured in a CUDA graph: whatever the data decides is decided on the device. `register` puts them
-under the key "CUDA"; the bodies themselves look at no device.
+under the key "CUDA"; they take CPU tensors too (their Triton parts: in Triton's interpreter).
 
 Sums of BF16 products are taken in fp32 to the end: torch.mm is asked for an fp32 result, which is
 rounded once here, since with a BF16 result cuBLAS may round partial sums too
@@ -503,6 +503,7 @@ def _uniform(seed: Tensor, offset: Tensor) -> Tensor:
 
 
 def nvfp4_quantize(x: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    # Unlike the CPU's, it cannot refuse NaN or a bad scale: that would read values back.
     weight, scale, scale_2 = nvfp4.encode(x, global_scale)
     return weight, scale, scale_2.clone()
 
@@ -515,26 +516,38 @@ def nvfp4_dequantize(
 
 
 def gguf_to_modelopt(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """A scale byte 0xFF becomes NaN (0x7F): to raise, the data would have to be read back."""
+    return _repack_unread(blocks) if _capturing(blocks) else nvfp4.gguf_to_modelopt(blocks)
+
+
+def modelopt_to_gguf(weight: Tensor, weight_scale: Tensor) -> Tensor:
+    if _capturing(weight):
+        return _pack_unread(weight, weight_scale)
+    return nvfp4.modelopt_to_gguf(weight, weight_scale)
+
+
+def _capturing(tensor: Tensor) -> bool:
+    """Whether nothing can be read back, so that a bad scale cannot be refused."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _repack_unread(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """GGUF to ModelOpt; the scale 0xFF becomes 0, as ggml reads it."""
     supers = blocks.reshape(-1, nvfp4.SUPERBLOCK_BYTES)
-    scales = supers[:, : nvfp4.SUPERBLOCK_SCALES]
-    clean = torch.where(scales == 0xFF, 0x7F, torch.where(scales == 0x7F, 0, scales & 0x7F))
+    scales = supers[:, : nvfp4.SUPERBLOCK_SCALES] & 0x7F
+    scales = scales.masked_fill(scales == 0x7F, 0).contiguous().view(torch.float8_e4m3fn)
     # Of each 8 bytes, the low nibbles are values 0-7 and the high ones 8-15.
     codes = supers[:, nvfp4.SUPERBLOCK_SCALES :].reshape(-1, 4, 8)
     values = torch.cat([codes & 15, codes >> 4], dim=2)
     weight = values[..., 0::2] | (values[..., 1::2] << 4)
     lead, count = blocks.shape[:-1], blocks.shape[-1] // nvfp4.SUPERBLOCK_BYTES
-    scale = clean.to(torch.uint8).contiguous().view(torch.float8_e4m3fn)
-    return weight.reshape(*lead, 32 * count), scale.reshape(*lead, 4 * count)
+    return weight.reshape(*lead, 32 * count), scales.reshape(*lead, 4 * count)
 
 
-def modelopt_to_gguf(weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """A negative or NaN scale becomes 0xFF, which no reader takes: to raise, see above."""
+def _pack_unread(weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """ModelOpt to GGUF; bit 7 of a scale is dropped, and NaN (0x7F) is zero to ggml."""
     codes = weight.reshape(-1, 4, 8)
     values = torch.stack([codes & 15, codes >> 4], dim=3).reshape(-1, 4, 16)
     packed = values[..., :8] | (values[..., 8:] << 4)
-    scales = weight_scale.contiguous().view(torch.uint8).reshape(-1, 4)
-    broken = (scales > 0x80) | (scales == 0x7F)
-    scales = torch.where(broken, 0xFF, scales & 0x7F).to(torch.uint8)
+    scales = weight_scale.contiguous().view(torch.uint8).reshape(-1, 4) & 0x7F
     blocks = torch.cat([scales, packed.reshape(-1, 32)], dim=1)
     return blocks.reshape(*weight.shape[:-1], weight.shape[-1] // 32 * nvfp4.SUPERBLOCK_BYTES)
