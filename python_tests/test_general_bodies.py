@@ -103,6 +103,14 @@ def test_uniform_numbers_are_the_reference_s() -> None:
     assert gpu_general._uniform(seeds, offsets).tolist() == want
 
 
+@pytest.mark.parametrize("count", [1, 511, 512, 513, 3000])
+def test_running_sums(count: int) -> None:
+    rows = torch.rand(3, count, dtype=torch.float64, generator=op_samples.rng(1))
+    for some in (rows, rows[:1], rows[:0]):
+        got = gpu_general._running_sums(some)
+        torch.testing.assert_close(got, some.cumsum(dim=1), rtol=1e-14, atol=0)
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.5, 4.0])
 def test_tokens_are_the_reference_s(spread: float) -> None:
     """Ties in plenty, NaN and infinities, all settings: 512 draws for each spread."""

@@ -31,6 +31,7 @@ from flint_kernels.reference.numerics import rms_normalise
 
 _flint: Any = torch.ops.flint
 _MASK = 0xFFFFFFFF
+_SCAN_CHUNK = 512
 
 
 def register() -> None:
@@ -473,10 +474,14 @@ def sample(
 def _running_sums(rows: Tensor) -> Tensor:
     """Cumulative sums of each row of [M, V] fp64, added in the same order each time.
 
-    torch scans a lone row on the GPU in an order that depends on timing, but two rows block by
-    block: so there is always one more.
+    A row is summed in chunks, side by side. torch scans a lone row on the GPU in an order that
+    depends on timing, but several rows block by block: so there is always one more.
     """
-    return F.pad(rows, (0, 0, 0, 1)).cumsum(dim=1)[:-1]
+    count = rows.shape[1]
+    padded = F.pad(rows, (0, -count % _SCAN_CHUNK, 0, 1))
+    sums = padded.unflatten(1, (-1, _SCAN_CHUNK)).cumsum(dim=2)
+    before = F.pad(sums[:, :, -1], (1, -1)).cumsum(dim=1)
+    return (sums + before[:, :, None]).flatten(1)[:-1, :count]
 
 
 def _uniform(seed: Tensor, offset: Tensor) -> Tensor:
