@@ -158,8 +158,15 @@ def test_errors_leave_the_cache_as_it_was() -> None:
         cache.plan([request, request], [1, 1])
     with pytest.raises(ValueError, match="counts: got 0 for request"):
         cache.plan([request], [0])
-    with pytest.raises(ValueError, match="counts: got 2 numbers; want 1"):
+    with pytest.raises(ValueError, match="counts: got 2 values; want 1"):
         cache.plan([request], [1, 1])
+    with pytest.raises(ValueError, match="wants_logits: got 2 values; want 1, .* one length"):
+        cache.plan([request], [5], [True, False])
+    with pytest.raises(ValueError, match="wants_logits: got 0 values; want 1"):
+        cache.plan([request], [5], [])
+    with pytest.raises(TypeError, match=r"counts: got 1\.5; want an integer"):
+        cache.plan([request], [1.5])  # type: ignore[list-item]
+    assert (cache.length(request), cache.page_ids(request), cache.free_pages) == (0, (), 2)
     with pytest.raises(ValueError, match="requests: got 5; want a live request"):
         cache.plan_decode([5])
     cache.plan([request], [32])

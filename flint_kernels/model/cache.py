@@ -8,6 +8,7 @@ at most R pages, and the page that the token overwrites lies wholly before it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -229,9 +230,17 @@ class PagedKVCache:
             wants_logits: whether `Flint.forward` is to give a request's logits; None: all.
 
         Raises:
-            ValueError: a request is not live, is named twice, or would exceed max_positions.
+            ValueError: a request is not live, is named twice, or would exceed max_positions; or
+                the arguments are not equally long.
+            TypeError: a count is no integer.
             OutOfPagesError: the pool is too small. In every case nothing has changed.
         """
+        wanted = [True] * len(requests) if wants_logits is None else wants_logits
+        for name, values in (("counts", counts), ("wants_logits", wanted)):
+            if len(values) != len(requests):
+                want = f"{len(requests)}, one for each of requests; pass lists of one length"
+                raise _error(name, f"{len(values)} values", want)
+        counts = [_count(value) for value in counts]
         contexts = [self._lengths.get(request, 0) for request in requests]
         self._reserve(requests, counts)
         ends = [context + count for context, count in zip(contexts, counts, strict=True)]
@@ -245,7 +254,6 @@ class PagedKVCache:
             slots.append(self._slots(request, page, offset))
             window_slots.append(self._window_slots(request, page, offset, rows, end))
             cu_seqlens.append(cu_seqlens[-1] + end - context)
-        wanted = [True] * len(requests) if wants_logits is None else wants_logits
         last_rows = [row - 1 for row, want in zip(cu_seqlens[1:], wanted, strict=True) if want]
         sent = self._send(
             _join(positions),
@@ -291,8 +299,6 @@ class PagedKVCache:
 
     def _reserve(self, requests: Sequence[int], counts: Sequence[int]) -> None:
         """Checks everything, then takes the pages and grows the requests."""
-        if len(requests) != len(counts):
-            raise _error("counts", f"{len(counts)} numbers", f"{len(requests)}, one a request")
         if len(set(requests)) != len(requests):
             raise _error("requests", list(requests), "no request twice")
         needed = 0
@@ -355,6 +361,13 @@ class PagedKVCache:
 
 def _join(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _count(value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"counts: got {value!r}; want an integer, 1 or more.") from None
 
 
 def _error(argument: str, got: object, want: str) -> ValueError:
