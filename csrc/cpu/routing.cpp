@@ -1,38 +1,29 @@
 #include "cpu/routing.h"
 
+#include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "cpu/rows.h"
+#include "topk_key.h"
 
 namespace flint::cpu {
-namespace {
-
-// Whether logit a ranks above logit b; of equals the lower index does, which the caller sees to.
-bool above(float a, float b) {
-  if (a != a) return b == b;
-  return a > b;
-}
-
-}  // namespace
 
 void router_topk(const uint16_t* logits, int64_t rows, int64_t experts, int64_t top_k,
                  bool renormalize, float* weights, int32_t* ids) {
-  std::vector<char> taken(static_cast<size_t>(experts));
+  std::vector<uint64_t> keys(static_cast<size_t>(experts));
   for (int64_t row = 0; row < rows; ++row) {
     const uint16_t* x = logits + row * experts;
     float* w = weights + row * top_k;
-    taken.assign(taken.size(), 0);
+    for (int64_t e = 0; e < experts; ++e) {
+      keys[e] = topk_key(bf16_to_float(x[e]), static_cast<uint32_t>(e));
+    }
+    std::partial_sort(keys.begin(), keys.begin() + top_k, keys.end(), std::greater<>());
     float sum = 0.0f;
     for (int64_t k = 0; k < top_k; ++k) {
-      int64_t best = -1;
-      for (int64_t e = 0; e < experts; ++e) {
-        if (taken[e] == 0 && (best < 0 || above(bf16_to_float(x[e]), bf16_to_float(x[best])))) {
-          best = e;
-        }
-      }
-      taken[best] = 1;
-      ids[row * top_k + k] = static_cast<int32_t>(best);
-      w[k] = sigmoid(bf16_to_float(x[best]));
+      const uint32_t expert = topk_index(keys[k]);
+      ids[row * top_k + k] = static_cast<int32_t>(expert);
+      w[k] = sigmoid(bf16_to_float(x[expert]));
       sum += w[k];
     }
     for (int64_t k = 0; k < top_k; ++k) {
