@@ -12,12 +12,14 @@ where there is no GPU, no driver and no CUDA build of torch.
 
     pip install --no-build-isolation -e .     for development
     python setup.py build_ext --inplace       to rebuild the library after a change in csrc/
+    python setup.py build_test_module         csrc/ as a Python module, for the tests alone
 
 Everything else about the package is in pyproject.toml.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -26,12 +28,13 @@ import platform
 import re
 import shutil
 import subprocess
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import setuptools
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
@@ -46,6 +49,7 @@ from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402  (newer set
 
 ROOT = Path(__file__).parent.resolve()
 SOURCE_DIR = Path("csrc")
+TEST_MODULE = SOURCE_DIR / "test_module" / "device_helpers.cpp"  # not in the library
 LIBRARY = Path("flint_kernels/lib/libflint_kernels.so")
 INFO = LIBRARY.with_suffix(".json")
 
@@ -132,7 +136,8 @@ class Toolchain:
         compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
         if compiler is None or shutil.which(compiler) is None:
             raise BuildError("no C++ compiler was found; install g++ 11 or newer, or set CXX")
-        ninja = shutil.which("ninja")
+        # A virtual environment that is not activated is not on PATH.
+        ninja = shutil.which("ninja") or shutil.which("ninja", path=sysconfig.get_path("scripts"))
         if ninja is None:
             raise BuildError("ninja was not found; pip install ninja")
         spec = importlib.util.find_spec("torch")
@@ -251,8 +256,8 @@ def _escape(path: Path) -> str:
 
 
 def sources(pattern: str) -> list[str]:
-    found = sorted((ROOT / SOURCE_DIR).rglob(pattern))
-    return [str(path.relative_to(ROOT)) for path in found]
+    found = (path.relative_to(ROOT) for path in sorted((ROOT / SOURCE_DIR).rglob(pattern)))
+    return [str(path) for path in found if path != TEST_MODULE]
 
 
 def cpp_sources(*, with_cuda: bool) -> list[str]:
@@ -377,6 +382,62 @@ class BuildLibrary(build_ext):  # type: ignore[misc]
         return base / LIBRARY, base / INFO
 
 
+class BuildTestModule(Command):  # type: ignore[misc]
+    """Compiles csrc/test_module as the library's sources are, into a folder. In no wheel.
+
+    Prints the module's path as its last line. Nothing is compiled where nothing has changed; calls
+    at the same time wait for each other.
+    """
+
+    description = "build the Python module of csrc/ helpers that the tests use"
+    user_options = [("directory=", None, "where to build (default: build/test_module)")]  # noqa: RUF012
+
+    def initialize_options(self) -> None:
+        self.directory = str(ROOT / "build" / "test_module")
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        try:
+            tools = Toolchain.find()
+            if importlib.util.find_spec("pybind11") is None:
+                raise BuildError('pybind11 was not found; pip install "flint-kernels[test]"')
+        except BuildError as reason:
+            raise SystemExit(f"flint-kernels: the test module is NOT built: {reason}.") from None
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        work = Path(self.directory).resolve() / suffix.split(".")[1]  # one a Python
+        work.mkdir(parents=True, exist_ok=True)
+        module = work / f"flint_device_helpers{suffix}"
+        with (work / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (work / "build.ninja").write_text(test_module_ninja_file(tools, module))
+            if subprocess.run([tools.ninja, "-C", str(work)], check=False).returncode:
+                raise SystemExit(
+                    f"flint-kernels: the test module is NOT built: {tools.compiler} "
+                    "failed (its messages are above)."
+                )
+        print(module, flush=True)
+
+
+def test_module_ninja_file(tools: Toolchain, module: Path) -> str:
+    import pybind11
+
+    includes = (pybind11.get_include(), sysconfig.get_path("include"))
+    # -O1 is quicker to compile; the arithmetic is the same.
+    flags = [*cpu_flags(tools), "-O1 -g0", *(f"-isystem {include}" for include in includes)]
+    lines = [
+        "ninja_required_version = 1.3",
+        "rule module",
+        f"  command = {tools.compiler} -shared -MMD -MF $out.d {' '.join(flags)} $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = test module $out",
+        f"build {_escape(module)}: module {_escape(ROOT / TEST_MODULE)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 class Wheel(bdist_wheel):  # type: ignore[misc]
     """A wheel for one platform and every Python 3."""
 
@@ -406,5 +467,10 @@ setup(
     ext_modules=[
         Extension("flint_kernels.lib.libflint_kernels", sources=sources("*.cpp") + sources("*.cu"))
     ],
-    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel, "sdist": SourceDistribution},
+    cmdclass={
+        "build_ext": BuildLibrary,
+        "build_test_module": BuildTestModule,
+        "bdist_wheel": Wheel,
+        "sdist": SourceDistribution,
+    },
 )
