@@ -68,6 +68,7 @@ format: $(STAMPS)/dev
 
 docs: $(STAMPS)/package
 	$(PY) docs/generate_ops.py
+	$(PY) docs/generate_architectures.py
 	$(PY) docs/draw_layer.py
 	$(PY) -m microbench.tables
 
