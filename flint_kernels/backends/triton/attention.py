@@ -273,7 +273,7 @@ def _tile_sizes(rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int,
     """BLOCK_M, BLOCK_N, BLOCK_D, warps; `rows` (query, head) pairs share their keys."""
     block_d = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
-        return 16, 32 if block_d <= 128 else 16, block_d, 4
+        return 16, 16, block_d, 4
     if rows <= 16 or block_d > 128:
         return 16, 64 if block_d <= 128 else 16, block_d, 4
     return 128, 64, block_d, 8
