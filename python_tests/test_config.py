@@ -82,6 +82,8 @@ def test_rope_parameters_beat_rope_theta() -> None:
     parameters = {"rope_type": "default", "rope_theta": 1e6}
     assert FlintConfig.from_dict(_fields(rope_parameters=parameters)).rope_theta == 1e6
     assert FlintConfig.from_dict(_fields(rope_parameters={})).rope_theta == 5000.0
+    unscaled = {"type": "default", "factor": 1, "partial_rotary_factor": 1.0, "beta_fast": None}
+    assert FlintConfig.from_dict(_fields(rope_scaling=unscaled)).rope_theta == 5000.0
 
 
 @pytest.mark.parametrize(
@@ -104,13 +106,27 @@ def test_to_dict_and_back(config: FlintConfig, tmp_path) -> None:
         ({"norm_topk_prob": False}, "norm_topk_prob", "False"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings", "True"),
         ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling.rope_type", "yarn"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.rope_type", "linear"),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "rope_parameters.partial_rotary_factor",
             "0.5",
         ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling.type", "yarn"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor", "2.0"),
+        (
+            {"rope_parameters": {"rope_type": "default", "type": "yarn"}},
+            "rope_parameters.type",
+            "yarn",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "mscale": 0.7}},
+            "rope_parameters.mscale",
+            "0.7",
+        ),
+        ({"max_position_embeddings": 1 << 22}, "max_position_embeddings", "1 to 262144"),
+        ({"rope_theta": 10**400}, "rope_theta", "1000"),
+        ({"rms_norm_eps": 1e-60}, "rms_norm_eps", "1e-60"),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters", "layer type"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor", "0.25"),
         ({"hidden_size": ...}, "hidden_size", "nothing"),
@@ -163,7 +179,10 @@ def test_file_that_is_no_json(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"config\.json"):
         FlintConfig.from_json_file(path)
     path.write_text("[1]")
-    with pytest.raises(TypeError, match="JSON object"):
+    with pytest.raises(ValueError, match=r"config\.json: config: got list; want the JSON object"):
+        FlintConfig.from_json_file(path)
+    path.write_text(json.dumps(_fields(hidden_size="128")))
+    with pytest.raises(ValueError, match=r"config\.json: .*'hidden_size': got '128'; want"):
         FlintConfig.from_json_file(path)
 
 

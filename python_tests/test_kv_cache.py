@@ -45,8 +45,8 @@ def test_bytes_of_the_full_model_at_262144_tokens() -> None:
     assert cache.bytes() == (7 << 30) + window_layers + tables + workspace
     assert cache.bytes() - (7 << 30) == 37_978_128  # 36.2 MiB
 
-    longer = dataclasses.replace(config, max_position_embeddings=2 * 262144)
-    grown = PagedKVCache(longer, device="meta").bytes() - cache.bytes()
+    longer = PagedKVCache(config, max_positions=2 * 262144, device="meta")
+    grown = longer.bytes() - cache.bytes()
     assert grown == (7 << 30) + tables, "the window layers' share does not grow with the length"
 
 

@@ -50,7 +50,6 @@ def load(
         ValueError: the files do not fit the config or are damaged, naming tensor, type and
             expectation, ten tensors at most. All of it is found before device memory is taken,
             but for a block scale of 0xFF in a GGUF file, which shows when its tensor is read.
-        TypeError: what FlintConfig raises for a wrong field.
     """
     files = find(source)
     config = read_config(files) if config is None else config

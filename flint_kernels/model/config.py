@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,11 @@ _LIMITS = {
     "moe_intermediate_size": 1 << 20,
     "shared_expert_intermediate_size": 1 << 20,
     "vocab_size": 1 << 24,
-    "max_position_embeddings": 1 << 22,
+    "max_position_embeddings": 1 << 18,  # the model's own: its RoPE table has a row for each
 }
+
+_FP32_TINY = 2.0**-126
+_FP32_MAX = (2 - 2.0**-23) * 2.0**127
 
 # Fields whose other values would be another model: the one value that is supported, and why.
 _FIXED = {
@@ -39,6 +41,14 @@ _FIXED = {
     "attention_bias": (False, "no op adds a bias to q, k and v"),
     "mlp_bias": (False, "no op adds a bias in the MLP"),
     "decoder_sparse_step": (1, "dense layers are named by mlp_only_layers"),
+}
+
+# Keys of rope_scaling and rope_parameters beside rope_theta: the values that change nothing.
+_UNSCALED_ROPE = {
+    "rope_type": "default",
+    "type": "default",
+    "factor": 1.0,
+    "partial_rotary_factor": 1.0,
 }
 
 
@@ -204,7 +214,7 @@ class FlintConfig:
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: it is not JSON; and what `from_dict` raises.
+            ValueError: it is not JSON, or holds what `from_dict` refuses; the message names it.
         """
         path = Path(path)
         if path.is_dir():
@@ -216,7 +226,11 @@ class FlintConfig:
                 f"config file {path}: got text that is not JSON ({error}); want a config.json as "
                 "it stands beside the checkpoint. Fetch it again."
             ) from error
-        return cls.from_dict(fields)
+        try:
+            return cls.from_dict(fields)
+        except (TypeError, ValueError) as error:
+            # Of a wrong type too: what a file says is a value, and no caller's mistake.
+            raise ValueError(f"config file {path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of a config.json; `from_dict` gives this config back."""
@@ -277,8 +291,9 @@ def _check_int(field: str, value: object, low: int, high: int) -> int:
 def _check_positive_float(field: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _error(field, repr(value), "a number", TypeError)
-    if not 0 < value < math.inf:
-        raise _error(field, value, "a finite number above 0")
+    # The ops compute in fp32, where anything beyond is 0 or infinite.
+    if not _FP32_TINY <= value <= _FP32_MAX:
+        raise _error(field, value, f"a number from {_FP32_TINY:.3g} to {_FP32_MAX:.3g}")
     return float(value)
 
 
@@ -323,20 +338,27 @@ def _rope_theta(fields: Mapping[str, Any]) -> float:
             continue
         if not isinstance(parameters, Mapping):
             raise _error(field, repr(parameters), "an object or null", TypeError)
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind != "default":
-            raise _error(f"{field}.rope_type", repr(kind), "'default': RoPE scaling is unsupported")
         if any(isinstance(value, Mapping) for value in parameters.values()):
             raise _error(field, "an object for each layer type", "one object for all layers")
-        if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-            raise _error(
-                f"{field}.partial_rotary_factor", parameters["partial_rotary_factor"], "1.0"
-            )
+        for name, value in parameters.items():
+            _check_rotation(f"{field}.{name}", name, value)
         if parameters.get("rope_theta") is not None:
             theta = parameters["rope_theta"]
     if fields.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise _error("partial_rotary_factor", fields["partial_rotary_factor"], "1.0")
     return _check_positive_float("rope_theta", 10000.0 if theta is None else theta)
+
+
+def _check_rotation(field: str, name: str, value: object) -> None:
+    """Refuses whatever would turn q and k by other angles than `rope_theta` alone does."""
+    if name == "rope_theta" or value is None:
+        return
+    unscaled = _UNSCALED_ROPE.get(name)
+    if unscaled is None:
+        names = ", ".join(("rope_theta", *_UNSCALED_ROPE))
+        raise _error(field, repr(value), f"no key but {names}: RoPE scaling is unsupported")
+    if value != unscaled or isinstance(value, bool):
+        raise _error(field, repr(value), f"{unscaled!r}: RoPE scaling is unsupported")
 
 
 def _eos_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
