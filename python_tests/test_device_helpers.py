@@ -246,8 +246,8 @@ def test_offsets_by_32_bit_division(helpers: Any, random: Any) -> None:
     edges = [0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]
     slot = np.concatenate([edges, random.integers(2**32, size=5000)]).astype(np.uint32)
     for page_size in (1, 16, 48, 128, 2**20):
-        offsets = helpers.slot_offset_32(page_size * 2**12, 2**12, page_size, slot)
-        assert offsets.tolist() == [s * 2**12 for s in slot.tolist()]
+        offsets = helpers.slot_offset_32(page_size * 2**16, 2**16, page_size, slot)
+        assert offsets.tolist() == [s * 2**16 for s in slot.tolist()]
         wide = helpers.slot_offset(2**30, 2**9, 1, page_size, slot.astype(np.int64), 0)
         assert np.array_equal(helpers.slot_offset_32(2**30, 2**9, page_size, slot), wide)
 
