@@ -479,7 +479,7 @@ def _running_sums(rows: Tensor) -> Tensor:
     """
     count = rows.shape[1]
     padded = F.pad(rows, (0, -count % _SCAN_CHUNK, 0, 1))
-    sums = padded.unflatten(1, (-1, _SCAN_CHUNK)).cumsum(dim=2)
+    sums: Tensor = padded.unflatten(1, (-1, _SCAN_CHUNK)).cumsum(dim=2)
     before = F.pad(sums[:, :, -1], (1, -1)).cumsum(dim=1)
     return (sums + before[:, :, None]).flatten(1)[:-1, :count]
 
