@@ -35,6 +35,7 @@ from flint_kernels.model.config import FlintConfig
 from flint_kernels.model.flint import Flint
 
 CONFIG = tiny_config()
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture(scope="module")
@@ -183,16 +184,18 @@ def test_scale_companion_may_be_a_scalar(
     assert_same_parameters(load(path, config=CONFIG), model)
 
 
+class Staged(transfer.Transfer):
+    """Takes the way to an accelerator, on the CPU."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self._on_host = False
+
+
 def test_the_way_to_an_accelerator_gives_the_same_bits(
     good: Path, model: Flint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The staged path, taken on the CPU, in slices so small that every tensor has several."""
-
-    class Staged(transfer.Transfer):
-        def __init__(self, module: torch.nn.Module) -> None:
-            super().__init__(module)
-            self._on_host = False
-
     monkeypatch.setattr("flint_kernels.loading.loader.Transfer", Staged)
     monkeypatch.setattr(transfer, "SLICE_BYTES", 1000)
     assert_same_parameters(load(good), model)
@@ -455,14 +458,62 @@ def test_Q1_a_bad_scale_of_an_expert_is_found(tensors: list[RawTensor], tmp_path
         load(path, config=CONFIG)
 
 
-def test_a_global_scale_that_is_no_number(
-    tensors: list[RawTensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("value", [NAN, INF, 0.0, -0.5])
+def test_a_global_scale_that_no_quantiser_makes(
+    value: float, tensors: list[RawTensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "nan.gguf"
-    nan = struct.pack("<f", float("nan"))
-    write_gguf(path, edited(tensors, "output.scale", lambda tensor: replace(tensor, data=nan)))
+    path = tmp_path / "scale.gguf"
+    data = struct.pack("<f", value)
+    write_gguf(path, edited(tensors, "output.scale", lambda tensor: replace(tensor, data=data)))
     message = refused(path, monkeypatch)
-    assert "tensor 'output.scale'" in message and "NaN" in message
+    assert "tensor 'output.scale'" in message and f"got the global scale {value}" in message
+
+
+def with_value(tensors: list[RawTensor], name: str, value: float) -> list[RawTensor]:
+    """`value` in place of the tensor's last one; the tensor becomes F32."""
+
+    def edit(tensor: RawTensor) -> RawTensor:
+        values = torch.ones(tensor.shape)
+        values.view(-1)[-1] = value
+        return replace(tensor, type_id=TYPE_IDS["F32"], data=values.numpy().tobytes())
+
+    return edited(tensors, name, edit)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("output_norm.weight", NAN),
+        ("blk.1.attn_q_norm.weight", -INF),
+        ("blk.1.ffn_gate_inp.weight", INF),
+        ("blk.1.ffn_gate_inp.weight", 3.4e38),  # infinite in BF16
+        ("token_embd.weight", NAN),
+        ("blk.1.attn_sinks.weight", NAN),
+        ("blk.1.attn_sinks.weight", INF),
+    ],
+)
+def test_values_that_are_no_numbers(
+    name: str,
+    value: float,
+    staged: bool,
+    tensors: list[RawTensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if staged:
+        monkeypatch.setattr("flint_kernels.loading.loader.Transfer", Staged)
+    path = tmp_path / "bad.gguf"
+    write_gguf(path, with_value(tensors, name, value))
+    seen = torch.tensor(value).bfloat16().item()
+    with pytest.raises(ValueError, match=f"bad.gguf: tensor '{name}': got {seen} at index .*want"):
+        load(path, config=CONFIG)
+
+
+def test_a_sink_of_minus_infinity_is_no_sink(tensors: list[RawTensor], tmp_path: Path) -> None:
+    path = tmp_path / "sink.gguf"
+    write_gguf(path, with_value(tensors, "blk.1.attn_sinks.weight", -INF))
+    assert load(path, config=CONFIG).layers[1].self_attn.sinks[-1] == -INF
 
 
 # --------------------------------------------------------------------------- the saver

@@ -232,13 +232,24 @@ def test_Q1_scale_bytes_of_modelopt(
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_global_scale_that_is_no_number(
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_global_scale_that_no_quantiser_makes(
     value: float, modelopt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(modelopt, **{f"{UP}_scale_2": torch.tensor(value)})
     message = refused(modelopt, monkeypatch)
-    assert f"tensor '{UP}_scale_2'" in message and "infinite" in message
+    assert f"tensor '{UP}_scale_2'" in message and f"got the global scale {value}" in message
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", UP])
+def test_values_that_are_no_numbers(name: str, bf16: Path) -> None:
+    """Of BF16 linears too: nothing else looks at them."""
+    shape = {"model.norm.weight": [64], UP: [64, 64]}.get(name, [CONFIG.vocab_size, 64])
+    bad = torch.ones(shape).bfloat16()
+    bad[..., -1] = float("nan")
+    change(bf16, **{name: bad})
+    with pytest.raises(ValueError, match=f"tensor '{name}': got nan at index .*want finite"):
+        load(bf16)
 
 
 @pytest.mark.parametrize(

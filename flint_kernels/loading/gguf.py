@@ -26,8 +26,9 @@ class GGUFCheckpoint:
 
     Raises:
         ValueError: the file is damaged; a tensor is missing (its `.scale` too), unexpected, twice
-            or of a wrong type or shape; a global scale is not finite; FP4 activations are asked
-            for. All but a block scale of 0xFF, which `read` finds, is seen here.
+            or of a wrong type or shape; a global scale is not finite and above 0; FP4 activations
+            are asked for. `read` finds the rest: a block scale of 0xFF, values that are NaN or
+            infinite.
         OSError: the file cannot be opened.
     """
 
@@ -53,7 +54,7 @@ class GGUFCheckpoint:
             elif target.kind is Kind.LINEAR:
                 transfer.gguf_blocks(target, self._file.raw(name), self._where(name))
             else:
-                transfer.values(target, self._file.tensor(name))
+                transfer.values(target, self._file.tensor(name), self._where(name))
             self._file.release(name)
             yield entry.found.n_bytes
 

@@ -49,7 +49,8 @@ def load(
         FileNotFoundError, OSError: a file is not there or cannot be read.
         ValueError: the files do not fit the config or are damaged, naming tensor, type and
             expectation, ten tensors at most. All of it is found before device memory is taken,
-            but for a block scale of 0xFF in a GGUF file, which shows when its tensor is read.
+            but for what shows when a tensor is read: a block scale of 0xFF in a GGUF file, and
+            values that are NaN or infinite (a sink may be -inf).
     """
     files = find(source)
     config = read_config(files) if config is None else config

@@ -49,7 +49,8 @@ class SafetensorsCheckpoint:
 
     Raises:
         ValueError: a file is damaged; a tensor is missing, unexpected, twice or of a wrong type or
-            shape; a block scale is NaN or a global scale not finite.
+            shape; a block scale is NaN or a global scale not finite and above 0. `read` finds
+            values that are NaN or infinite.
         OSError: a file cannot be opened.
     """
 
@@ -73,7 +74,7 @@ class SafetensorsCheckpoint:
             elif entry.expected.role == "weight_scale_2":
                 transfer.global_scale(target, tensor)
             else:
-                transfer.values(target, tensor)
+                transfer.values(target, tensor, _where(entry))
             yield entry.found.n_bytes
 
     def close(self) -> None:
@@ -82,14 +83,17 @@ class SafetensorsCheckpoint:
     def _check_scales(self) -> None:
         """Scales are a ninth of an NVFP4 file, and a bad one is known before a module is made."""
         for entry in self._entries:
-            where = f"{entry.found.file}: tensor {entry.found.name!r}"
             if entry.expected.role == "weight_scale":
-                check_modelopt_scales(self._tensor(entry), where)
+                check_modelopt_scales(self._tensor(entry), _where(entry))
             elif entry.expected.role == "weight_scale_2":
-                check_global_scale(self._tensor(entry), where)
+                check_global_scale(self._tensor(entry), _where(entry))
 
     def _tensor(self, entry: Entry) -> Tensor:
         return self._shards[entry.found.file].tensor(entry.found.name)
+
+
+def _where(entry: Entry) -> str:
+    return f"{entry.found.file}: tensor {entry.found.name!r}"
 
 
 class _Shard:
