@@ -315,22 +315,17 @@ def test_alignment_of_every_row(helpers: Any) -> None:
             assert np.array_equal(kept, wanted)
 
 
-@pytest.mark.parametrize("rows_a_thread", [1, 2])
-def test_Q6_tiles_cover_every_element_within_a_grids_limits(
-    helpers: Any, rows_a_thread: int
-) -> None:
+def test_Q6_tiles_cover_every_element_within_a_grids_limits(helpers: Any) -> None:
     threads = 256
     for columns in (1, 2, 31, 32, 33, 64, 96, 127, 128, 129, 255, 256, 257, 768, 6144, 10**6):
         for rows in (1, 2, 3, 7, 8, 9, 512, 513, 8192, 65535, 65536, 2**20, 2**40):
-            across, down, ctas_across, ctas_down = helpers.element_tiles(
-                columns, rows, rows_a_thread, threads
-            )
+            across, down, ctas_across, ctas_down = helpers.element_tiles(columns, rows, threads)
             assert across * down == threads and across % 32 == 0
             assert 0 <= ctas_across * across - columns < across
             assert 1 <= ctas_down <= helpers.MOST_GRID_ROWS == 65535
             # No CTA without a row; and all rows at once, or as many CTAs as there can be.
-            assert (ctas_down - 1) * down * rows_a_thread < rows
-            assert ctas_down * down * rows_a_thread >= rows or ctas_down == 65535
+            assert (ctas_down - 1) * down < rows
+            assert ctas_down * down >= rows or ctas_down == 65535
             # Less than half of a row's threads are idle, save those of one warp.
             assert across == 32 or columns > across // 2
 

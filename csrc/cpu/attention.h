@@ -21,16 +21,17 @@ struct Rows {
 
   const uint16_t* at(int64_t position, int64_t head) const {
     if (position < context) {
-      return pages + slot_offset(strides, page_size, position_slot(table, page_size, position), head);
+      return pages +
+             slot_offset(strides, page_size, position_slot(table, page_size, position), head);
     }
     return chunk + (position - context) * chunk_row_stride + head * chunk_head_stride;
   }
 };
 
 struct Query {
-  const uint16_t* q;      // [heads, head_dim]
-  const float* sinks;     // [heads], or null
-  int64_t first, last;    // the keys it sees: positions first ... last - 1
+  const uint16_t* q;    // [heads, head_dim]
+  const float* sinks;   // [heads], or null
+  int64_t first, last;  // the keys it sees: positions first ... last - 1
   int64_t heads, kv_heads, head_dim;
   float scale;
 };

@@ -5,8 +5,8 @@
 
 namespace flint::cpu {
 
-// Of each row of logits [rows, experts] (BF16) the top_k by logit, NaN above +inf, ties to the lower
-// index; weights [rows, top_k]: their sigmoids, renormalised on request, rounded to BF16.
+// Of each row of logits [rows, experts] (BF16) the top_k by logit, NaN above +inf, ties to the
+// lower index; weights [rows, top_k]: their sigmoids, renormalised on request, rounded to BF16.
 void router_topk(const uint16_t* logits, int64_t rows, int64_t experts, int64_t top_k,
                  bool renormalize, float* weights, int32_t* ids);
 

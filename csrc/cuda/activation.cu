@@ -7,8 +7,6 @@ namespace flint::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-// More rows than this: a thread takes two, for four loads in flight.
-constexpr int64_t kRowsForTwo = 512;
 
 // g / (1 + exp(-g)) by the accurate exponential and one reciprocal, within 3 units in the last
 // place of fp32. The factor 1/4 on both sides is exact and keeps the denominator's reciprocal a
@@ -26,33 +24,19 @@ __device__ __forceinline__ uint32_t act_pair(uint32_t gate, uint32_t up) {
 }
 
 // Eight BF16 elements a thread and row.
-template <int kRows>
 __global__ void __launch_bounds__(kThreads) silu_and_mul_8(const __grid_constant__ SiluAndMul in) {
-  const int64_t at = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 8;
-  const auto* x = static_cast<const uint16_t*>(in.x) + at;
-  auto* act = static_cast<uint16_t*>(in.act) + at;
   wait_for_previous_kernel();
   let_next_kernel_start();
+  const int64_t at = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 8;
   if (at >= in.width) return;
-  const int64_t step = int64_t{gridDim.y} * blockDim.y;
-  for (int64_t first = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; first < in.rows;
-       first += kRows * step) {
-    uint4 gate[kRows], up[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int64_t row = first + i * step;
-      if (row >= in.rows) break;
-      gate[i] = load_once(reinterpret_cast<const uint4*>(x + row * in.x_stride));
-      up[i] = load_once(reinterpret_cast<const uint4*>(x + row * in.x_stride + in.width));
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int64_t row = first + i * step;
-      if (row >= in.rows) break;
-      *reinterpret_cast<uint4*>(act + row * in.width) =
-          make_uint4(act_pair(gate[i].x, up[i].x), act_pair(gate[i].y, up[i].y),
-                     act_pair(gate[i].z, up[i].z), act_pair(gate[i].w, up[i].w));
-    }
+  for (int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < in.rows;
+       row += int64_t{gridDim.y} * blockDim.y) {
+    const auto* x = static_cast<const uint16_t*>(in.x) + row * in.x_stride + at;
+    const uint4 gate = load_activation(reinterpret_cast<const uint4*>(x));
+    const uint4 up = load_activation(reinterpret_cast<const uint4*>(x + in.width));
+    auto* act = static_cast<uint16_t*>(in.act) + row * in.width + at;
+    *reinterpret_cast<uint4*>(act) = make_uint4(act_pair(gate.x, up.x), act_pair(gate.y, up.y),
+                                                act_pair(gate.z, up.z), act_pair(gate.w, up.w));
   }
 }
 
@@ -85,14 +69,12 @@ bool takes_vectors(const SiluAndMul& in) {
 cudaError_t silu_and_mul(const SiluAndMul& in, const Launch& launch) {
   if (in.width == 0 || in.rows == 0) return cudaSuccess;
   const bool vectors = takes_vectors(in);
-  const int rows_a_thread = vectors && in.rows > kRowsForTwo ? 2 : 1;
-  const ElementTiles tiles =
-      element_tiles(vectors ? in.width / 8 : in.width, in.rows, rows_a_thread, kThreads);
+  const ElementTiles tiles = element_tiles(vectors ? in.width / 8 : in.width, in.rows, kThreads);
   const dim3 block(static_cast<unsigned>(tiles.across), static_cast<unsigned>(tiles.down));
   const dim3 grid(static_cast<unsigned>(tiles.ctas_across), static_cast<unsigned>(tiles.ctas_down));
-  const auto kernel = !vectors ? (in.bf16 ? silu_and_mul_any<uint16_t> : silu_and_mul_any<float>)
-                      : rows_a_thread == 2 ? silu_and_mul_8<2>
-                                           : silu_and_mul_8<1>;
+  const auto kernel = vectors   ? silu_and_mul_8
+                      : in.bf16 ? silu_and_mul_any<uint16_t>
+                                : silu_and_mul_any<float>;
   return launch_kernel(launch, grid, block, kernel, in);
 }
 

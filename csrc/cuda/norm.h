@@ -12,7 +12,7 @@ namespace flint::cuda {
 
 // How rows of 2,048 elements are spread over threads; the bits are the same. For measuring, the
 // choice can be made by hand.
-enum class RmsNormPlan : int { kAutomatic = 0, kCta256 = 1, kCta128 = 2, kCta64 = 3, kWarp = 4 };
+enum class RmsNormPlan : int { kAutomatic = 0, kCta256 = 1, kCta128 = 2 };
 
 // s = x + residual (x alone where `residual` is null), in fp32; residual_out = round(s);
 // normed = round((s * rsqrt(mean(s^2) + eps)) * weight). The outputs are dense and may be the

@@ -38,19 +38,16 @@ struct ElementTiles {
 };
 
 // Of `threads` (a power of two) a CTA; a warp's threads are on one row. Narrow rows share a CTA.
-FLINT_HD constexpr ElementTiles element_tiles(int64_t columns, int64_t rows, int64_t rows_a_thread,
-                                              int64_t threads) {
+FLINT_HD constexpr ElementTiles element_tiles(int64_t columns, int64_t rows, int64_t threads) {
   int64_t across = threads;
   while (across > 32 && across / 2 >= columns) across /= 2;
   const int64_t down = threads / across;
-  return {across, down, ceil_div(columns, across),
-          least(ceil_div(rows, down * rows_a_thread), kMostGridRows)};
+  return {across, down, ceil_div(columns, across), least(ceil_div(rows, down), kMostGridRows)};
 }
 
-static_assert(element_tiles(768, 8, 1, 256).ctas_across == 3);
-static_assert(element_tiles(96, 9, 2, 256).down == 2 &&
-              element_tiles(96, 9, 2, 256).ctas_down == 3);
-static_assert(element_tiles(1, int64_t{1} << 40, 2, 256).ctas_down == kMostGridRows);
+static_assert(element_tiles(768, 8, 256).ctas_across == 3);
+static_assert(element_tiles(96, 9, 256).down == 2 && element_tiles(96, 9, 256).ctas_down == 5);
+static_assert(element_tiles(1, int64_t{1} << 40, 256).ctas_down == kMostGridRows);
 static_assert(ceil_div(1, 8) == 1 && ceil_div(8, 8) == 1 && ceil_div(9, 8) == 2);
 static_assert(ceil_div(0, 8) == 0 && round_up(130, 128) == 256);
 static_assert(keeps_alignment(0x1000, 2048, 2, 16) && !keeps_alignment(0x1002, 2048, 2, 16));

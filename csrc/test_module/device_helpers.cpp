@@ -77,8 +77,8 @@ void add_tiles(py::module_& m) {
   m.def("least", vectorize(flint::least));
   m.def("round_up", vectorize(flint::round_up));
   m.def("keeps_alignment", vectorize(flint::keeps_alignment));
-  m.def("element_tiles", [](int64_t columns, int64_t rows, int64_t rows_a_thread, int64_t threads) {
-    const auto tiles = flint::element_tiles(columns, rows, rows_a_thread, threads);
+  m.def("element_tiles", [](int64_t columns, int64_t rows, int64_t threads) {
+    const auto tiles = flint::element_tiles(columns, rows, threads);
     return py::make_tuple(tiles.across, tiles.down, tiles.ctas_across, tiles.ctas_down);
   });
 }

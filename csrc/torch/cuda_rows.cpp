@@ -19,8 +19,8 @@ void rms_norm_cuda_out(const Tensor& x, std::optional<Tensor> residual, const Te
   STD_TORCH_CHECK(x.dim() == 2, "x: want [rows, width]");
   STD_TORCH_CHECK(residual.has_value() == residual_out.has_value(),
                   "residual_out: want one exactly where there is a residual");
-  STD_TORCH_CHECK(0 <= plan && plan <= static_cast<int64_t>(cuda::RmsNormPlan::kWarp), "plan: got ",
-                  plan, ", want 0 to 4");
+  STD_TORCH_CHECK(0 <= plan && plan <= static_cast<int64_t>(cuda::RmsNormPlan::kCta128),
+                  "plan: got ", plan, ", want 0 to 2");
   const int64_t rows = x.size(0), width = x.size(1);
   call.check_dense(weight, "weight", bf16, width);
   call.check_dense(normed, "normed", bf16, rows * width);

@@ -12,7 +12,7 @@ from microbench.cases import Group, Outputs, Subject, bench
 from microbench.cases.norm import EPS, WIDTH, Buffers, make, rms_norm_bytes
 
 # As `RmsNormPlan` of csrc/cuda/norm.h counts them.
-PLANS = {"automatic": 0, "cta256": 1, "cta128": 2, "cta64": 3, "warp": 4}
+PLANS = {"automatic": 0, "cta256": 1, "cta128": 2}
 ROWS = (1, 8, 64, 256, 512, 1024, 2048, 8192)
 
 

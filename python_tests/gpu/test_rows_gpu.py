@@ -214,7 +214,7 @@ def test_a_rows_bits_depend_on_the_row_alone() -> None:
 def test_every_way_to_spread_a_row_gives_the_same_bits() -> None:
     x, residual, weight = randn(300, HIDDEN), randn(300, HIDDEN), randn(HIDDEN)
     want = ops.fused_add_rms_norm(x, residual, weight)
-    for plan in range(1, 5):
+    for plan in range(1, 3):
         got = torch.empty_like(x), torch.empty_like(x)
         _native.rms_norm_cuda_out(x, residual, weight, 1e-6, *got, False, plan)
         assert all(map(same_bits, got, want)), plan
