@@ -49,7 +49,11 @@ argument. What holds for all of them:
   Values (ids, positions, slots, lengths) are checked on the CPU always, and on a GPU where
   `FLINT_KERNELS_CHECK_VALUES` is set: see [environment.md](environment.md).
 - **Autograd.** The ops are for inference. Forward works on inputs that require grad; backward
-  raises.
+  raises. An op that writes into a cache, and every out-variant, refuses such inputs in forward:
+  what is written carries no gradient. `torch.no_grad()` and `torch.inference_mode()` lift that.
+- **Memory.** What an op writes (a cache, an output's buffer) may not overlap another argument, or
+  itself. Interleaved views of one buffer do not overlap, and where a buffer may be an input itself
+  the op says so.
 - **`enable_pdl`** asks for programmatic dependent launch on GPUs that have it and changes no
   result. The CPU bodies ignore it.
 

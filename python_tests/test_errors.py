@@ -182,8 +182,20 @@ def fewer_rows(weight: str, dim: int = 0) -> Change:
     return together((weight, narrower(weight, dim)), (scale, narrower(scale, dim)))
 
 
+def a_token_on(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Caches in one buffer, that of V a token further on than that of K."""
+    blocks, page, heads, dim = arguments["k_cache"].shape
+    both = torch.zeros(blocks, page + 1, heads, dim, dtype=BF16)
+    return {"k_cache": both[:, :-1], "v_cache": both[:, 1:]}
+
+
+def over_rows(cache: str, rows: str) -> Change:
+    """`rows` become the first tokens of the cache."""
+    return lambda a: {cache: a[cache], rows: a[cache][0, : a[rows].shape[0]]}
+
+
 NORMED = r"rms_norm|fused_add.*|.*qk_norm_rope.*|.*qkv_norm_rope.*"
-for eps in (0.0, -1e-6, float("nan")):
+for eps in (0.0, -1e-6, float("nan"), float("inf")):
     fault(NORMED, "eps", f"{eps}", number(eps))
 fault("rms_norm|fused_add_rms_norm", "weight", "narrower", narrower("weight"))
 fault("fused_add.*", "residual", "fewer rows", narrower("residual", 0))
@@ -222,6 +234,16 @@ fault(CACHE_WRITES, "slot_mapping", "more than rows",
       lambda a: torch.arange(6, dtype=torch.int64))  # fmt: skip
 for slot in (48, -2, MAX32):
     fault(CACHE_WRITES, "slot_mapping", f"{slot}", entry("slot_mapping", slot, 0))
+fault(CACHE_WRITES, "slot_mapping", "one slot twice",
+      lambda a: torch.full_like(a["slot_mapping"], 5))  # fmt: skip
+fault(CACHE_WRITES, "v_cache", "is k_cache", lambda a: a["k_cache"])
+fault(CACHE_WRITES, "v_cache", "k_cache, a token on", a_token_on)
+for cache in ("k_cache", "v_cache"):
+    fault(CACHE_WRITES, cache, "expanded", lambda a, c=cache: a[c][:1].expand(a[c].shape))
+    fault(CACHE_WRITES, cache, "heads of one memory",
+          lambda a, c=cache: a[c][:, :, :1].expand(a[c].shape))  # fmt: skip
+fault("kv_cache_write", "k_cache", "holds k", over_rows("k_cache", "k"))
+fault("kv_cache_write", "v_cache", "holds k", over_rows("v_cache", "k"))
 for position in (-1, 16, MAX32):
     fault(ROPE_WRITES, "positions", f"{position}", entry("positions", position, 0))
 fault("kv_cache_write", "k", "another head_dim",
@@ -250,7 +272,7 @@ fault(".*_moe_down", "shared_act", "another S", narrower("shared_act", 0))
 
 for window in (-1, -513):
     fault("attention.*", "window", f"{window}", number(window))
-for scale in (0.0, -0.1, float("nan")):
+for scale in (0.0, -0.1, float("nan"), float("inf")):
     fault("attention.*", "scale", f"{scale}", number(scale))
 fault("attention.*", "sinks", "one too few", narrower("sinks"))
 fault("attention_decode", "q", "heads that do not divide", zeros(3, 3, 32))
@@ -334,3 +356,105 @@ def test_the_public_function_counts_its_out_buffers() -> None:
     x, weight = randn(2, 16), randn(16)
     with pytest.raises(ValueError, match=r"fused_add_rms_norm: argument 'out': got 1 .*want 2"):
         ops.fused_add_rms_norm(x, x, weight, out=(torch.empty_like(x),))
+
+
+# ------------------------------------------------------------------ memory that is shared
+
+
+WITH_OUT = [name for name in NAMES if REGISTRY[name].outputs]
+
+
+def call_out(name: str, arguments: dict[str, Any], outs: dict[str, torch.Tensor]) -> None:
+    args, kwargs = split(name, arguments)
+    REGISTRY[name].packet.out(*args, **kwargs, **outs)
+
+
+def in_one_buffer(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of two tensors, contiguous, the second of which begins in the last byte of the first.
+
+    That byte is a whole element where the first's are larger.
+    """
+    size = max(a.element_size(), b.element_size())
+    first = (a.nbytes - 1) // size * size
+    memory = torch.zeros(first + b.nbytes + a.nbytes, dtype=torch.uint8)
+    parts = [
+        memory[at : at + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+        for at, t in ((0, a), (first, b))
+    ]
+    return parts[0], parts[1]
+
+
+@pytest.mark.parametrize(
+    "name,one,two",
+    [
+        (name, one, two)
+        for name in WITH_OUT
+        for at, two in enumerate(REGISTRY[name].outputs)
+        for one in REGISTRY[name].outputs[:at]
+    ],
+)
+def test_output_buffers_that_overlap(name: str, one: str, two: str) -> None:
+    arguments = legal(name)
+    outs = out_buffers(name, split(name, arguments))
+    outs[one], outs[two] = in_one_buffer(outs[one], outs[two])
+    before = {key: value.clone() for key, value in {**arguments, **outs}.items()
+              if isinstance(value, torch.Tensor)}  # fmt: skip
+    with pytest.raises(ValueError, match=rf"{name}: argument '{two}': got memory that '{one}' has"):
+        call_out(name, arguments, outs)
+    for key, value in before.items():
+        assert torch.equal(bits({**arguments, **outs}[key]), bits(value))
+
+
+@pytest.mark.parametrize(
+    "name,argument", [(name, argument) for name in WITH_OUT for argument in tensors(name)]
+)
+def test_an_output_buffer_that_overlaps_an_input(name: str, argument: str) -> None:
+    arguments = legal(name)
+    outs = out_buffers(name, split(name, arguments))
+    out = REGISTRY[name].outputs[-1]
+    arguments[argument], outs[out] = in_one_buffer(arguments[argument], outs[out])
+    # A cache is written too: of two written arguments the later one is named.
+    blamed, other = (argument, out) if argument in REGISTRY[name].mutates else (out, argument)
+    message = rf"flint::{name}: argument '{blamed}': got memory that '{other}' has"
+    with pytest.raises(ValueError, match=message):
+        call_out(name, arguments, outs)
+
+
+@pytest.mark.parametrize("name", WITH_OUT)
+def test_an_output_buffer_whose_elements_are_one(name: str) -> None:
+    arguments = legal(name)
+    outs = out_buffers(name, split(name, arguments))
+    out = REGISTRY[name].outputs[0]
+    outs[out] = torch.zeros((), dtype=outs[out].dtype).expand(outs[out].shape)
+    with pytest.raises(ValueError, match=rf"'{out}': got elements that share memory"):
+        call_out(name, arguments, outs)
+
+
+def test_an_output_buffer_may_be_an_input_itself_only_where_the_op_says_so() -> None:
+    allowed = {name: REGISTRY[name].over for name in NAMES if REGISTRY[name].over}
+    assert allowed == {
+        "rms_norm": {"out": "x"},
+        "fused_add_rms_norm": {"normed_out": "x", "residual_out": "residual"},
+    }
+    x, residual, weight = randn(3, 64), randn(3, 64, seed=1), randn(64, seed=2)
+    with pytest.raises(ValueError, match=r"'residual_out': got memory that 'x' has"):
+        ops.fused_add_rms_norm(x, residual, weight, out=(residual, x))
+    memory = randn(4, 64)
+    with pytest.raises(ValueError, match=r"'out': got memory that 'x' has"):
+        ops.rms_norm(memory[:3], weight, out=memory[1:])
+    square = randn(64, 64)
+    with pytest.raises(ValueError, match=r"'out': got memory that 'x' has"):
+        ops.bf16_linear(square, randn(64, 64, seed=1), out=square)
+
+
+def test_output_buffers_may_interleave() -> None:
+    """Column halves of one buffer share no element; neither do a half and the input in the other."""
+    x, residual, weight = randn(3, 64), randn(3, 64, seed=1), randn(64, seed=2)
+    memory = torch.zeros(3, 192, dtype=BF16)
+    normed, carried, twin = memory.split(64, dim=1)
+    twin.copy_(x)
+    ops.fused_add_rms_norm(twin, residual, weight, out=(normed, carried))
+    want = ops.fused_add_rms_norm(x, residual, weight)
+    assert torch.equal(normed, want[0])
+    assert torch.equal(carried, want[1])
+    assert torch.equal(twin, x)

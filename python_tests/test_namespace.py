@@ -180,21 +180,17 @@ def differentiable(call: Call) -> Call:
     return tuple(args), call[1]
 
 
-FLOAT_IN = [n for n in NAMES if n not in ("gguf_to_modelopt", "modelopt_to_gguf")]
+PURE = [name for name in NAMES if not REGISTRY[name].mutates]
+CACHE_WRITERS = [name for name in NAMES if REGISTRY[name].mutates]
+FLOAT_IN = [n for n in PURE if n not in ("gguf_to_modelopt", "modelopt_to_gguf")]
 
 
 @pytest.mark.parametrize("name", [n for n in FLOAT_IN if n != "nvfp4_dequantize"])
 def test_C4_forward_works_and_backward_raises(name: str) -> None:
     declaration = REGISTRY[name]
-    mutated = {a.name for a in declaration.packet.default._schema.arguments if a.is_write}
     for call in calls(name):
         plain = fresh(call)
         args, kwargs = differentiable(fresh(call))
-        # A leaf that is written in place cannot require grad; torch refuses that on its own.
-        names = list(declaration.parameters)
-        args = tuple(
-            value.detach() if names[i] in mutated else value for i, value in enumerate(args)
-        )
         results = as_tuple(declaration.packet.default(*args, **kwargs))
         expected = as_tuple(declaration.packet.default(*plain[0], **plain[1]))
         for got, want in zip(results, expected, strict=True):
@@ -209,6 +205,41 @@ def test_C4_forward_works_and_backward_raises(name: str) -> None:
             again = as_tuple(declaration.packet.default(*fresh(call)[0], **call[1]))
         for got, want in zip(again, expected, strict=True):
             assert torch.equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("name", CACHE_WRITERS)
+def test_C4_a_write_into_a_cache_refuses_each_input_that_requires_grad(name: str) -> None:
+    """The cache would come out without a gradient, and its readers would miss it silently."""
+    op, call = REGISTRY[name].packet.default, calls(name)[0]
+    expected = fresh(call)
+    results = as_tuple(op(*expected[0], **expected[1]))
+    floating = [
+        i for i, v in enumerate(call[0]) if isinstance(v, torch.Tensor) and v.is_floating_point()
+    ]
+    differentiable_ones = [i for i in floating if call[0][i].dtype.itemsize > 1]
+    assert len(differentiable_ones) >= 4
+    for i in differentiable_ones:
+        args, kwargs = fresh(call)
+        args[i].requires_grad_()
+        before = [clone(v) for v in args]
+        with pytest.raises(
+            RuntimeError, match=rf"{name} writes into k_cache and v_cache.*no_grad.*detach"
+        ):
+            op(*args, **kwargs)
+        for now, then in zip(args, before, strict=True):
+            if isinstance(now, torch.Tensor):
+                assert torch.equal(bits(now.detach()), bits(then))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            again = fresh(call)
+            args = tuple(
+                v.detach().requires_grad_() if i in differentiable_ones else v
+                for i, v in enumerate(again[0])
+            )
+            got = as_tuple(op(*args, **again[1]))
+        for one, two in zip((*got, *args), (*results, *expected[0]), strict=True):
+            if isinstance(one, torch.Tensor):
+                assert torch.equal(bits(one.detach()), bits(two))
 
 
 def test_C4_out_variant_refuses_an_input_that_requires_grad() -> None:

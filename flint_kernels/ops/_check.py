@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -92,8 +93,9 @@ class Checker:
         self.tensor(argument, tensor, dtypes, shape)
 
     def positive(self, argument: str, value: float) -> None:
-        if not value > 0:
-            self.fail(argument, value, "a value above 0", "Pass the one of the model's config.")
+        if not 0 < value < math.inf:
+            remedy = "Pass the one of the model's config."
+            self.fail(argument, value, "a finite value above 0", remedy)
 
     def nvfp4(
         self,

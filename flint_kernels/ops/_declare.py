@@ -6,10 +6,13 @@ and says what comes out (`Spec`s); from it and the schema follow
 * `flint::name`          returns fresh, contiguous tensors;
 * `flint::name.out`      the same into the caller's buffers (never an alias in the return value);
 * the fake (meta) body   the same checks and the same `Spec`s, so that metadata cannot differ;
-* the autograd body      forward works, backward raises: the ops are for inference.
+* the autograd body      forward works, backward raises: the ops are for inference. What writes
+                         into a cache or a given buffer raises in forward: a write carries no
+                         gradient, and whoever reads the buffer later would miss it silently.
 
 A backend adds a body with `implement(name, key, body)` (see `flint_kernels/backends`). It sees
-every argument by name, after all checks, and has no check of its own to forget.
+every argument by name, after all checks, and has no check of its own to forget. With an `out_body`
+the out-variant writes in place; without one it copies what the body returns.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from flint_kernels.ops._check import Checker
+from flint_kernels.ops._overlap import overlap, overlaps_itself, span
 
 NAMESPACE = "flint"
 VALUE_CHECKS_VARIABLE = "FLINT_KERNELS_CHECK_VALUES"
@@ -60,7 +66,9 @@ class Declaration:
     infer: Callable[..., tuple[Spec, ...]]
     outputs: tuple[str, ...]
     values: Callable[..., None] | None
+    over: dict[str, str]  # output -> the input that it may be
     parameters: dict[str, Any]  # name -> default, or inspect.Parameter.empty
+    mutates: tuple[str, ...] = ()  # the arguments that are written in place
     bodies: dict[str, Body] = field(default_factory=dict)
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -88,14 +96,18 @@ def value_checks_enabled() -> bool:
 
 
 def op(
-    schema: str, outputs: Sequence[str] = (), values: Callable[..., None] | None = None
+    schema: str,
+    outputs: Sequence[str] = (),
+    values: Callable[..., None] | None = None,
+    over: dict[str, str] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare `flint::<schema>`; the decorated function checks arguments and returns `Spec`s.
 
     `outputs` names the returned tensors, which are the out-variant's keyword arguments. `values`
     takes the op's name and its arguments and checks what only the data shows (an id, a position);
     it runs on the CPU always, and elsewhere when the environment variable
-    FLINT_KERNELS_CHECK_VALUES is set.
+    FLINT_KERNELS_CHECK_VALUES is set. `over` says which output's buffer may be which input itself:
+    every body then reads an element before it writes it.
     """
 
     def wrap(infer: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,9 +115,13 @@ def op(
         parameters = {
             key: parameter.default for key, parameter in inspect.signature(infer).parameters.items()
         }
-        declaration = Declaration(name, schema, infer, tuple(outputs), values, parameters)
+        declaration = Declaration(
+            name, schema, infer, tuple(outputs), values, over or {}, parameters
+        )
         REGISTRY[name] = declaration
         _library.define(schema)
+        arguments = declaration.packet.default._schema.arguments
+        declaration.mutates = tuple(argument.name for argument in arguments if argument.is_write)
         _register(declaration, declaration.packet.default, name, _functional_fake(declaration))
         if outputs:
             _library.define(_out_schema(schema, outputs))
@@ -115,16 +131,18 @@ def op(
     return wrap
 
 
-def implement(name: str, key: str, body: Body) -> None:
+def implement(name: str, key: str, body: Body, out_body: Body | None = None) -> None:
     """Register `body` for op `name` under dispatch key `key` ("CPU", "CUDA").
 
-    The body is called with all arguments by name and returns the outputs as the op does.
+    The body is called with all arguments by name and returns the outputs as the op does. `out_body`
+    is called with the output buffers by name as well, each contiguous, and returns the outputs too:
+    a buffer that it has written, or a tensor that is then copied into the buffer.
     """
     declaration = REGISTRY[name]
     declaration.bodies[key] = body
     _library.impl(name, _functional_body(declaration, body), key)
     if declaration.outputs:
-        _library.impl(f"{name}.out", _out_body(declaration, body), key)
+        _library.impl(f"{name}.out", _out_body(declaration, body, out_body), key)
 
 
 def _out_schema(schema: str, outputs: Sequence[str]) -> str:
@@ -169,6 +187,45 @@ def _check_values(declaration: Declaration, bound: dict[str, Any]) -> None:
     declaration.values(declaration.name, **bound)
 
 
+def _check_memory(declaration: Declaration, bound: dict[str, Any], outs: dict[str, Any]) -> None:
+    """What is written shares memory with nothing else, or a result hangs on who writes last."""
+    written = {**outs, **{name: bound[name] for name in declaration.mutates}}
+    if not written:
+        return
+    spans: dict[str, tuple[int, int]] = {}  # of what is written
+    for name, tensor in (written | bound).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        start, end = span(tensor)
+        for other, (other_start, other_end) in spans.items():
+            if start >= other_end or other_start >= end or not overlap(tensor, written[other]):
+                continue
+            if declaration.over.get(other) != name or not _same_view(tensor, written[other]):
+                blamed = (name, other) if name in written else (other, name)
+                _refuse_shared(declaration, written, *blamed)
+        if name in written:
+            if overlaps_itself(tensor):
+                _refuse_shared(declaration, written, name, name)
+            spans[name] = start, end
+
+
+def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+
+
+def _refuse_shared(
+    declaration: Declaration, written: dict[str, torch.Tensor], name: str, other: str
+) -> None:
+    tensor = written[name]
+    sharing = "elements that share memory" if name == other else f"memory that '{other}' has too"
+    Checker(declaration.name, name, tensor).fail(
+        name,
+        f"{sharing}, shape {list(tensor.shape)} with strides {list(tensor.stride())}",
+        "memory of its own: it is written",
+        "Views of one buffer may interleave, but not overlap; clone() one of them.",
+    )
+
+
 def _returned(results: tuple[torch.Tensor, ...]) -> Any:
     return results[0] if len(results) == 1 else results if results else None
 
@@ -187,6 +244,7 @@ def _functional_body(declaration: Declaration, body: Body) -> Body:
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = declaration.bind(args, kwargs)
         specs = _check(declaration, bound)
+        _check_memory(declaration, bound, {})
         _check_values(declaration, bound)
         results = body(**bound)
         if not specs:
@@ -228,14 +286,20 @@ def _out_fake(declaration: Declaration) -> Body:
     return fake
 
 
-def _out_body(declaration: Declaration, body: Body) -> Body:
+def _out_body(declaration: Declaration, body: Body, out_body: Body | None) -> Body:
     def call(*args: Any, **kwargs: Any) -> None:
         bound, outs = _split_out(declaration, args, kwargs)
         _check_out(declaration, bound, outs)
+        buffers = dict(zip(declaration.outputs, outs, strict=True))
+        _check_memory(declaration, bound, buffers)
         _check_values(declaration, bound)
-        results = body(**bound)
+        if out_body is not None and all(out.is_contiguous() for out in outs):
+            results = out_body(**bound, **buffers)
+        else:
+            results = body(**bound)
         for out, result in zip(outs, results if len(outs) > 1 else (results,), strict=True):
-            out.copy_(result)
+            if result is not out:
+                out.copy_(result)
 
     return call
 
@@ -274,10 +338,13 @@ def _autograd_body(declaration: Declaration, overload: Any) -> Body:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
         if not any(tensor.requires_grad for tensor in tensors):
             return below()
-        if overload is not declaration.packet.default:
+        out_variant = overload is not declaration.packet.default
+        if out_variant or declaration.mutates:
+            written = "a given buffer" if out_variant else " and ".join(declaration.mutates)
             raise RuntimeError(
-                f"flint::{declaration.name}.out writes into a given buffer and has no backward, "
-                "but an input requires grad. Run under torch.no_grad(), or detach the inputs."
+                f"flint::{declaration.name}{'.out' if out_variant else ''} writes into {written} "
+                "and has no backward, but an input requires grad, and what is written would lose "
+                "it. Run under torch.inference_mode() or torch.no_grad(), or detach the inputs."
             )
         return _NoBackward.apply(declaration.name, below, *tensors)  # type: ignore[no-untyped-call]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from flint_kernels.ops._check import FLOAT, INDICES, Checker
@@ -54,7 +56,7 @@ def check_slot_values(
     slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
 ) -> None:
-    """Slots in the cache; positions in the table wherever a row has a slot."""
+    """Slots in the cache, each named once; positions in the table wherever a row has a slot."""
     slots = slot_mapping.tolist()
     if not slots:
         return
@@ -67,6 +69,16 @@ def check_slot_values(
             f"slots from {low} to {high}",
             f"slots in [0, {total}), or -1 for a row that is not to be cached",
             "A slot is block * page_size + offset.",
+        )
+    used_slots = [slot for slot in slots if slot >= 0]
+    if len(set(used_slots)) < len(used_slots):
+        twice = sorted(slot for slot, count in Counter(used_slots).items() if count > 1)
+        check.fail(
+            "slot_mapping",
+            f"more than one row for {'slots' if len(twice) > 1 else 'slot'} "
+            f"{', '.join(map(str, twice[:8]))}{', ...' if len(twice) > 8 else ''}",
+            "each slot named once",
+            "Which row a slot keeps would be chance; -1 skips the rows that are to be dropped.",
         )
     if cos_sin is None or positions is None or high < 0:
         return
@@ -133,16 +145,17 @@ def qk_norm_rope_kv_write(
         slot_mapping: [at most M], int32 or int64: block * page_size + offset; -1 writes nothing,
             and neither does a row beyond the last slot. No two rows may name one slot.
         k_cache, v_cache: [blocks, page_size, Hkv, D], the dtype of qkv; any strides with a
-            contiguous last dimension (NHD, HND, K|V interleaved). Written in place.
+            contiguous last dimension (NHD, HND, K|V interleaved). Written in place, so they share
+            no memory with one another or with an input; interleaved views of one buffer do not.
         eps: added to the mean square.
         enable_pdl: launch with programmatic dependent launch (GPU only).
 
     Returns: (q, k): [M, Hq, D] and [M, Hkv, D], normed and turned, contiguous.
 
-    Values: a slot outside the cache, or a position outside the table in a row that has a slot, is
-    an error on the CPU and with FLINT_KERNELS_CHECK_VALUES; on a GPU without it such a row writes
-    nothing and returns NaN. In a row without a slot a position outside the table is taken for
-    padding: q and k are zeros there.
+    Values: a slot outside the cache or named twice, or a position outside the table in a row that
+    has a slot, is an error on the CPU and with FLINT_KERNELS_CHECK_VALUES; on a GPU without it a
+    row outside writes nothing and returns NaN, and a slot named twice keeps parts of either row. In
+    a row without a slot a position outside the table is taken for padding: q and k are zeros there.
     """
     check = Checker("qk_norm_rope_kv_write", "qkv", qkv)
     check.rows("qkv", qkv)
@@ -186,12 +199,14 @@ def kv_cache_write(
 
     Args:
         k, v: [M, Hkv, D], bfloat16 or float32; any strides.
-        slot_mapping: [at most M], int32 or int64; -1 and rows beyond the last slot are skipped.
+        slot_mapping: [at most M], int32 or int64; -1 and rows beyond the last slot are skipped. No
+            two rows may name one slot.
         k_cache, v_cache: as in `qk_norm_rope_kv_write`. Written in place.
         enable_pdl: launch with programmatic dependent launch (GPU only).
 
-    Values: a slot outside the cache is an error on the CPU and with FLINT_KERNELS_CHECK_VALUES;
-    on a GPU without it the row is skipped.
+    Values: a slot outside the cache or named twice is an error on the CPU and with
+    FLINT_KERNELS_CHECK_VALUES; on a GPU without it a row outside is skipped, and a slot named twice
+    keeps parts of either row.
     """
     check = Checker("kv_cache_write", "k", k)
     check.tensor("k", k, (torch.bfloat16, torch.float32), [None, None, None])

@@ -11,6 +11,7 @@ from flint_kernels.ops._declare import Spec, op
 @op(
     "rms_norm(Tensor x, Tensor weight, float eps=1e-6, *, bool enable_pdl=False) -> Tensor",
     outputs=("out",),
+    over={"out": "x"},
 )
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, enable_pdl: bool = False
@@ -25,7 +26,7 @@ def rms_norm(
         eps: added to the mean square.
         enable_pdl: launch with programmatic dependent launch (GPU only).
 
-    Returns: [..., D], the dtype of x, contiguous.
+    Returns: [..., D], the dtype of x, contiguous. In the out-variant `out` may be x itself.
     """
     check = Checker("rms_norm", "x", x)
     check.rows("x", x)
@@ -38,6 +39,7 @@ def rms_norm(
     "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps=1e-6, *, "
     "bool enable_pdl=False) -> (Tensor, Tensor)",
     outputs=("normed_out", "residual_out"),
+    over={"normed_out": "x", "residual_out": "residual"},
 )
 def fused_add_rms_norm(
     x: torch.Tensor,
