@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import re
 
 import pytest
 import tiny
@@ -157,6 +158,47 @@ def test_deepcopy_and_state_dict(tmp_path) -> None:
     ):
         restored.load_state_dict(state, assign=True)
         _same_bytes(restored, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("layers.1.mlp.experts.w13_scale", torch.uint8),
+        ("layers.0.self_attn.qkv_proj.weight_scale", torch.uint8),
+        ("layers.0.self_attn.qkv_proj.weight", torch.float8_e4m3fn),
+        ("lm_head.weight_scale_2", torch.bfloat16),
+        ("norm.weight", torch.float32),
+    ],
+)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_of_other_types_is_refused_and_changes_nothing(
+    name: str, dtype: torch.dtype, assign: bool
+) -> None:
+    state = {key: tensor.clone().zero_() for key, tensor in tiny.tiny_model().state_dict().items()}
+    state[name] = state[name].to(dtype)
+    model = copy.deepcopy(tiny.tiny_model())
+    before = _bytes(model)
+    with pytest.raises(TypeError, match=re.escape(f"state_dict['{name}']: got {dtype}; want")):
+        model.load_state_dict(state, assign=assign)
+    _same_bytes(model, before)
+    # As part of a module of somebody else's, too.
+    outer = torch.nn.ModuleDict({"flint": model})
+    with pytest.raises(TypeError, match=re.escape(f"state_dict['flint.{name}']")):
+        outer.load_state_dict({f"flint.{key}": tensor for key, tensor in state.items()})
+    _same_bytes(model, before)
+
+
+@pytest.mark.parametrize("token", [-1, tiny.CONFIG.vocab_size])
+def test_an_id_outside_the_vocabulary_is_named(token: int) -> None:
+    model = tiny.tiny_model()
+    cache = model.make_cache(tokens=64)
+    request = cache.add()
+    ids = torch.tensor([3, token])
+    for step in (model, model.prefill):
+        with pytest.raises(ValueError, match=r"input_ids: got ids from .* want ids in \[0, 96\)"):
+            step(ids, cache.plan([request], [2]), cache)
+    with pytest.raises(ValueError, match=f"input_ids: got ids from {token} to {token}"):
+        model.decode(ids[1:], cache.plan_decode([request]), cache)
 
 
 def test_a_meta_module_refuses_to_pretend() -> None:

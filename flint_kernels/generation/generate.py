@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flint_kernels.arguments import integer, token_ids
 from flint_kernels.generation.sampling import Sampler, SamplingParams
 from flint_kernels.model.batch import Batch, PrefillBatch
 from flint_kernels.model.cache import PagedKVCache
@@ -21,7 +22,8 @@ class Completion:
 
     Attributes:
         tokens: the new tokens, a stop token not among them.
-        finish_reason: "stop" (a stop token) or "length" (max_new_tokens).
+        finish_reason: "stop" (a stop token), "length" (max_new_tokens), or "abandoned" (the
+            iteration was broken off or raised an error); "" before any of these.
         seed: of its draws: given again, it gives the same tokens again.
     """
 
@@ -64,7 +66,7 @@ class _Request:
 
 
 class Generation:
-    """Generates for several prompts at once; iterate over it for (request, token) as they come.
+    """Generates for several prompts at once; iterate over it, once, for (request, token) pairs.
 
     Requests join as soon as a place and pages for all their tokens are free, and leave when they
     end. A prompt is taken in chunks, beside which the other requests go on. A request's tokens
@@ -83,6 +85,8 @@ class Generation:
     Raises:
         ValueError: a prompt is empty, has an id outside the vocabulary, or does not fit into the
             model's positions or the cache with its max_new_tokens.
+        TypeError: an argument of a wrong type, such as ids that are no integers.
+        RuntimeError: a second iteration; requests of others leave no room in `cache`.
     """
 
     def __init__(
@@ -96,13 +100,14 @@ class Generation:
         cache: PagedKVCache | None = None,
     ) -> None:
         for name, value in (("chunk", chunk), ("max_batch", max_batch)):
-            if value < 1:
+            if integer(name, value, "1 or more") < 1:
                 raise ValueError(f"{name}: got {value}; want 1 or more.")
         self._requests = _make_requests(model, prompts, params)
         self._model = model
         self._chunk = chunk
         self._max_batch = max_batch
         self._cache = _make_cache(model, self._requests, max_batch) if cache is None else cache
+        self._begun = False
         self._waiting: deque[_Request] = deque(self._requests)
         self._running: list[_Request] = []
         self._reserved = 0  # pages that the running requests may come to hold
@@ -114,6 +119,15 @@ class Generation:
             _check_fits(request, self._cache)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
+        if self._begun:
+            raise RuntimeError(
+                "Generation: got a second iteration; want one: its tokens come once. They are in "
+                "completions(); make another Generation to generate again."
+            )
+        self._begun = True
+        return self._run()
+
+    def _run(self) -> Iterator[tuple[int, int]]:
         try:
             while self._waiting or self._running:
                 self._admit()
@@ -121,6 +135,8 @@ class Generation:
         finally:
             for request in self._running:
                 self._cache.release(request.slot)
+            for request in (*self._running, *self._waiting):
+                request.finish_reason = "abandoned"
             self._running.clear()
             self._waiting.clear()
 
@@ -162,7 +178,7 @@ class Generation:
     def _step(self) -> Iterator[tuple[int, int]]:
         rows, tokens = self._forward()
         if any(token < 0 for token in tokens):  # an accelerator's answer to a row without a choice
-            raise RuntimeError(
+            raise ValueError(
                 "logits: got a row of NaN or -inf alone; want a candidate in each. Damaged "
                 "weights? FLINT_KERNELS_CHECK_VALUES=1 finds the op."
             )
@@ -274,7 +290,7 @@ def _make_requests(
     vocabulary = model.config.vocab_size
     requests = []
     for index, (prompt, settings) in enumerate(zip(prompts, each, strict=True)):
-        ids = [int(token) for token in prompt]
+        ids = token_ids(f"prompts[{index}]", prompt)
         if not ids:
             raise ValueError(
                 f"prompts[{index}]: got no tokens; want at least one, such as the token that "

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import secrets
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from flint_kernels.arguments import integer, token_ids
 from flint_kernels.model import calls
 
 
@@ -18,7 +21,7 @@ class SamplingParams:
     """Settings of one request; the defaults are the model's own.
 
     Attributes:
-        temperature: divides the logits; 0 is greedy.
+        temperature: divides the logits; 0 is greedy. It and top_p are rounded to fp32.
         top_p: keeps the most likely tokens that together have this probability; 1: all.
         top_k: keeps this many tokens; 0: all.
         seed: of this request's draws, 0 to 2**63 - 1; the same seed, prompt and model give the
@@ -28,7 +31,7 @@ class SamplingParams:
         greedy: take the most likely token, whatever the other settings say.
 
     Raises:
-        ValueError: a value out of range, naming it.
+        TypeError, ValueError: a value of a wrong type or out of range, naming it.
     """
 
     temperature: float = 1.0
@@ -40,12 +43,26 @@ class SamplingParams:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1 (1: all)")
-        _check("top_k", self.top_k, 0 <= self.top_k < 1 << 31, "0 (all) to 2**31 - 1")
-        seeded = self.seed is None or 0 <= self.seed < 1 << 63
-        _check("seed", self.seed, seeded, "0 to 2**63 - 1, or None for a fresh one")
-        _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "1 or more")
+        want = "0 (greedy), or a number above 0 and finite in fp32"
+        value = _fp32("temperature", self.temperature, want)
+        _check("temperature", self.temperature, self.temperature == 0 or 0 < value < math.inf, want)
+        want = "a number above 0 in fp32, at most 1 (1: all)"
+        value = _fp32("top_p", self.top_p, want)
+        _check("top_p", self.top_p, value > 0 and self.top_p <= 1, want)
+        self._check_integer("top_k", 0, 1 << 31, "0 (all) to 2**31 - 1")
+        if self.seed is not None:
+            self._check_integer("seed", 0, 1 << 63, "0 to 2**63 - 1, or None for a fresh one")
+        self._check_integer("max_new_tokens", 1, 1 << 63, "1 or more")
+        object.__setattr__(
+            self, "stop_token_ids", tuple(token_ids("stop_token_ids", self.stop_token_ids))
+        )
+        if not isinstance(self.greedy, bool):
+            raise TypeError(f"greedy: got {self.greedy!r}; want True or False.")
+
+    def _check_integer(self, name: str, low: int, end: int, want: str) -> None:
+        value = integer(name, getattr(self, name), want)
+        _check(name, value, low <= value < end, want)
+        object.__setattr__(self, name, value)
 
     def resolved_seed(self) -> int:
         """The seed, or a fresh one."""
@@ -74,6 +91,17 @@ class Sampler:
         on the row's seed and position alone. Returns [B] int64.
         """
         return calls.sample(logits, self.temperature, self.top_k, self.top_p, self.seed, positions)
+
+
+def _fp32(name: str, value: object, want: str) -> float:
+    """The value as `flint::sample` gets it: far too large a number is infinite."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: got {value!r}; want {want}.")
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", float(value)))[0]
+    except OverflowError:
+        return math.inf
+    return rounded
 
 
 def _check(name: str, got: object, fits: bool, want: str) -> None:

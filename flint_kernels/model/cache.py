@@ -8,13 +8,13 @@ at most R pages, and the page that the token overwrites lies wholly before it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flint_kernels.arguments import integer
 from flint_kernels.model.batch import DecodeBatch, PrefillBatch
 from flint_kernels.model.config import FlintConfig
 from flint_kernels.ops import make_workspace
@@ -240,7 +240,7 @@ class PagedKVCache:
             if len(values) != len(requests):
                 want = f"{len(requests)}, one for each of requests; pass lists of one length"
                 raise _error(name, f"{len(values)} values", want)
-        counts = [_count(value) for value in counts]
+        counts = [integer("counts", count, "1 or more") for count in counts]
         contexts = [self._lengths.get(request, 0) for request in requests]
         self._reserve(requests, counts)
         ends = [context + count for context, count in zip(contexts, counts, strict=True)]
@@ -361,13 +361,6 @@ class PagedKVCache:
 
 def _join(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-
-
-def _count(value: object) -> int:
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"counts: got {value!r}; want an integer, 1 or more.") from None
 
 
 def _error(argument: str, got: object, want: str) -> ValueError:

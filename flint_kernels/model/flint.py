@@ -141,6 +141,10 @@ class Flint(FormatModule):
             cache: written in place; of the model's device and compute dtype.
 
         Returns: [B, vocab_size] fp32 for a DecodeBatch; for a PrefillBatch [len(last_rows), ...].
+
+        Raises:
+            ValueError: an id outside the vocabulary, on the CPU; on a GPU, where looking would
+                make every step wait, the device stops with an assertion of torch's.
         """
         x, residual = self._layers(input_ids, batch, cache)
         if isinstance(batch, PrefillBatch):
@@ -189,7 +193,7 @@ class Flint(FormatModule):
         self, input_ids: Tensor, batch: Batch, cache: PagedKVCache
     ) -> tuple[Tensor, Tensor]:
         """The last layer's output and the residual, which the final norm adds up: [T, H] each."""
-        x = F.embedding(input_ids, self.embed_tokens.weight).to(self.compute_dtype)
+        x = self._embed(input_ids).to(self.compute_dtype)
         residual: Tensor | None = None
         for module in self.layers:
             layer = cast(Layer, module)
@@ -199,6 +203,16 @@ class Flint(FormatModule):
                 x, residual = layer.prefill(x, residual, self.cos_sin, batch, cache)
         assert residual is not None  # num_hidden_layers is at least 1
         return x, residual
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        try:
+            return F.embedding(input_ids, self.embed_tokens.weight)
+        except IndexError as error:
+            low, high = (end.item() for end in input_ids.aminmax())
+            raise ValueError(
+                f"input_ids: got ids from {low} to {high}; want ids in "
+                f"[0, {self.config.vocab_size}), vocab_size. Is this the model's own tokenizer?"
+            ) from error
 
     def _final_norm(self, x: Tensor, residual: Tensor) -> Tensor:
         eps = self.config.rms_norm_eps

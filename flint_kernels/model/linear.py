@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,23 @@ class FormatModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return super()._apply(_keeping_dtypes(fn), recurse)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """As nn.Module's, which would convert values: bytes of E4M3 scales, say, as numbers.
+
+        A module's parameters are checked with those of all modules in it, before one is changed.
+        """
+        for name, parameter in self.named_parameters(prefix.rstrip(".")):
+            given = state_dict.get(name)
+            if isinstance(given, Tensor) and given.dtype != parameter.dtype:
+                raise TypeError(
+                    f"state_dict[{name!r}]: got {given.dtype}; want {parameter.dtype}, the type of "
+                    "the format. View raw bytes as that type (.view); convert values (.to) only "
+                    "where they are values."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 class _KeepDtypes:
