@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -135,6 +137,27 @@ def test_abandoned_iteration_releases_its_requests() -> None:
     assert cache.requests == [] and cache.free_pages == cache.pages
 
 
+def test_broken_off_requests_say_so() -> None:
+    """One request has ended, one is running and one waits when the reader has enough."""
+    params = [dataclasses.replace(GREEDY, max_new_tokens=n) for n in (1, 9, 9)]
+    prompts = [_prompt(5, seed) for seed in range(3)]
+    generation = Generation(tiny.tiny_model(), prompts, params, max_batch=2)
+    tokens = iter(generation)
+    assert [next(tokens)[0], next(tokens)[0]] == [0, 1]
+    assert [c.finish_reason for c in generation.completions()] == ["length", "", ""]
+    tokens.close()
+    completions = generation.completions()
+    assert [c.finish_reason for c in completions] == ["length", "abandoned", "abandoned"]
+    assert [len(c.tokens) for c in completions] == [1, 1, 0]
+
+
+def test_a_second_iteration_is_an_error_and_not_an_empty_one() -> None:
+    generation = Generation(tiny.tiny_model(), [_prompt(5, 0)], GREEDY)
+    assert len(list(generation)) == 12
+    with pytest.raises(RuntimeError, match="got a second iteration; want one"):
+        iter(generation)
+
+
 def test_cache_held_by_others_is_an_error_and_not_a_wait() -> None:
     model = tiny.tiny_model()
     cache = model.make_cache(max_requests=1)
@@ -172,7 +195,14 @@ def test_argument_errors(prompts, arguments, message: str) -> None:
         ("temperature", float("inf")),
         ("top_p", 0.0),
         ("top_p", 1.01),
+        ("temperature", float("nan")),
+        ("temperature", 1e300),  # infinite in fp32
+        ("temperature", 10**400),
+        ("temperature", 1e-60),  # 0 in fp32, which would be greedy
+        ("top_p", 1e-60),
+        ("top_p", float("nan")),
         ("top_k", -1),
+        ("top_k", 1 << 31),
         ("seed", -1),
         ("seed", 1 << 63),
         ("max_new_tokens", 0),
@@ -181,6 +211,61 @@ def test_argument_errors(prompts, arguments, message: str) -> None:
 def test_sampling_errors(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name}: got .*want"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_p", "0.5"),
+        ("top_p", None),
+        ("top_k", 2.5),
+        ("top_k", None),
+        ("seed", 1.5),
+        ("seed", "a"),
+        ("max_new_tokens", 2.5),
+        ("max_new_tokens", True),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", "ab"),
+        ("stop_token_ids", [1, 2.5]),
+        ("greedy", "no"),
+    ],
+)
+def test_sampling_settings_of_a_wrong_type(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{name}: got .*want"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_sampling_settings_may_be_numpy_s() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5), top_p=1, top_k=np.int64(3), stop_token_ids=[np.int64(4)]
+    )
+    assert (type(params.top_k), params.stop_token_ids) == (int, (4,))
+    assert params == SamplingParams(temperature=0.5, top_p=1.0, top_k=3, stop_token_ids=(4,))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "message"),
+    [
+        ([[1], [1.7]], {}, r"prompts\[1\]: got 1\.7; want an integer"),
+        ([torch.tensor([1.0])], {}, r"prompts\[0\]: got tensor\(1\.\); want an integer"),
+        ([["a"]], {}, r"prompts\[0\]: got 'a'; want an integer"),
+        (["abc"], {}, r"prompts\[0\]: got 'abc'; want a list"),
+        ([1, 2], {}, r"prompts\[0\]: got 1; want a list"),
+        ([[1]], {"chunk": 2.5}, r"chunk: got 2\.5; want an integer"),
+        ([[1]], {"max_batch": "8"}, "max_batch: got '8'; want an integer"),
+    ],
+)
+def test_arguments_of_a_wrong_type(prompts, arguments, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        generate(tiny.tiny_model(), prompts, GREEDY, **arguments)
+
+
+def test_prompts_may_be_tensors() -> None:
+    ids = tiny.random_tokens(5)
+    model = tiny.tiny_model()
+    assert generate(model, [ids], GREEDY) == generate(model, [ids.tolist()], GREEDY)
 
 
 def test_no_prompts_no_work() -> None:
@@ -279,16 +364,104 @@ def test_command_streams_text_and_reports(
     assert report["tokens"] == generate(load(checkpoint), [prompt], params)[0].tokens
 
 
+def _changed_config(checkpoint: Path, folder: Path, text: str) -> Path:
+    """The checkpoint with another config.json."""
+    for file in checkpoint.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--top-p", "2"], "top_p: got 2.0; want"),
+        (["--temperature", "1e300"], "temperature: got 1e+300; want"),
+        (["--max-new-tokens", "512"], "want at most 512"),
+        (["--chunk", "0"], "chunk: got 0; want 1 or more"),
+        (["--device", "abacus"], "--device: got 'abacus', but torch knows no such device; want"),
+        (["--device", ""], "--device: got '', but torch knows no such device"),
+        (["--device", "meta"], "--device: got 'meta', but the ops have no bodies for it"),
+        (["--device", "mps"], "--device: got 'mps', but the ops have no bodies for it"),
+        (["--prompt", os.fsdecode(b"\xff\xfe")], "--prompt: got bytes that are no UTF-8"),
+    ],
+)
 def test_command_s_errors_are_lines_and_not_tracebacks(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["generate", str(checkpoint / "nothing.gguf")]) == 1
+    assert cli.main(["generate", str(checkpoint), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("flint-kernels generate: error: ") and message in error
+
+
+@pytest.mark.parametrize("command", ["generate", "validate"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": "128"}, "config field 'hidden_size': got '128'; want an integer"),
+        ({"eos_token_id": "x"}, "config field 'eos_token_id': got 'x'; want an integer"),
+        (None, "config: got list; want the JSON object"),
+    ],
+)
+def test_faults_of_a_config_are_lines_that_name_it(
+    command: str,
+    change: dict[str, object] | None,
+    message: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fields = json.loads((checkpoint / "config.json").read_text())
+    text = json.dumps([1] if change is None else fields | change)
+    folder = _changed_config(checkpoint, tmp_path, text)
+    assert cli.main([command, str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and f"config file {folder / 'config.json'}" in error
+
+
+@pytest.mark.parametrize("command", ["generate", "validate"])
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_that_is_not_there_is_a_line(
+    command: str,
+    device: str,
+    gpus: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert cli.main([command, "--device", device]) == 2
+    assert f"--device: got '{device}', but torch sees" in capsys.readouterr().err
+
+
+def test_command_says_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "nothing.gguf"]) == 2
     assert "nothing.gguf" in capsys.readouterr().err
-    assert cli.main(["generate", str(checkpoint), "--top-p", "2"]) == 1
-    assert "error: top_p: got 2.0; want" in capsys.readouterr().err
-    assert cli.main(["generate", str(checkpoint), "--max-new-tokens", "512"]) == 1
-    assert "want at most 512" in capsys.readouterr().err
-    assert cli.main(["generate", str(checkpoint), "--device", "abacus"]) == 1
-    assert "device: got 'abacus'; want cpu or cuda" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["no-such-command"])
+
+
+@pytest.mark.parametrize("fault", [TypeError, RuntimeError, AssertionError, KeyError])
+def test_faults_of_ours_keep_their_traceback(
+    fault: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: str | None) -> torch.device:
+        raise fault("a bug")
+
+    monkeypatch.setattr("flint_kernels.cli.device.choose_device", broken)
+    with pytest.raises(fault, match="a bug"):
+        cli.main(["generate"])
+
+
+@pytest.mark.parametrize("where", ["flint_kernels.cli.generate.add_parser", "builtins.__import__"])
+def test_ctrl_c_leaves_no_traceback(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the parser is built, and while a command imports what it needs."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupt)
+    status = cli.main(["generate"])
+    monkeypatch.undo()
+    assert status == 130

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from loading_support import tiny_config
 from tokenizers import Tokenizer, models, trainers
 
-from flint_kernels import results
+from flint_kernels import cli, results
 from flint_kernels.cli import info
 from flint_kernels.cli import validate as command
 from flint_kernels.loading import synthetic
@@ -160,6 +161,18 @@ def test_the_bootstrap_finds_the_standard_error() -> None:
     assert kl.low < kl.p20 < kl.value < kl.p80 < kl.high
 
 
+def test_one_sequence_has_no_interval(found: dict[str, Comparison]) -> None:
+    """All its resamples are equal, which would look like certainty."""
+    one = Comparison(*(getattr(found["prefill"], f.name)[:1] for f in fields(Comparison)))
+    summary = summarize(one)
+    assert summary.ppl.value == pytest.approx(one.nll.mean().exp().item())
+    assert (summary.ppl.low, summary.ppl.high, summary.kl_mean.p20) == (None, None, None)
+    assert "[" not in table({"prefill": summary})
+    rows = result_rows("m", "nvfp4", {"prefill": summary})
+    assert [row.get("interval_95") for row in rows] == [None] * 4
+    assert all(row["p20"] == row["median"] == row["p80"] for row in rows)
+
+
 def test_the_bootstrap_draws_whole_sequences() -> None:
     """Tokens of a sequence that are all alike count as one, not as sixteen."""
     generator = torch.Generator().manual_seed(0)
@@ -285,6 +298,32 @@ def test_validate_command(
     content = json.loads(output.read_text())
     assert {row["case"] for row in content["rows"]} == {"model prefill", "model decode"}
     assert content["meta"]["text"] == "text.txt" and content["meta"]["gpu"] == ""
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> None:
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr("flint_kernels.validation.text.held_out_documents", work)
+    (tmp_path / "file").write_text("kept")
+    for output in (tmp_path, tmp_path / "file" / "rows.json"):
+        assert cli.main(["validate", "--output", str(output)]) == 2
+        error = capsys.readouterr().err
+        assert f"--output: got {output}, which cannot be written" in error
+    command.check_output(tmp_path / "new" / "rows.json")
+    command.check_output(tmp_path / "file")
+    assert list((tmp_path / "new").iterdir()) == []
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_validate_command_takes_no_device_without_bodies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for device in ("bogus", "meta"):
+        assert cli.main(["validate", "--device", device]) == 2
+        assert f"--device: got '{device}', but " in capsys.readouterr().err
 
 
 def test_packaged_checkpoints_are_one_model_in_rows() -> None:

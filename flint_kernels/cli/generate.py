@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from tokenizers import Tokenizer
 
     from flint_kernels.generation import Completion, Generation
@@ -52,11 +51,14 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Loads, generates, reports. Returns 0."""
     start = time.perf_counter()
+    from flint_kernels.cli.device import choose_device
     from flint_kernels.generation import Generation, SamplingParams
     from flint_kernels.loading import load, load_tokenizer
     from flint_kernels.loading.source import find, read_config
 
     imported = time.perf_counter()
+    check_prompt(arguments.prompt)
+    device = choose_device(arguments.device)
     config = read_config(find(arguments.checkpoint))
     params = SamplingParams(
         temperature=arguments.temperature,
@@ -69,7 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     tokenizer = load_tokenizer(arguments.checkpoint)
     prompt = tokenizer.encode(arguments.prompt, add_special_tokens=False).ids
-    device = choose_device(arguments.device)
     # No longer RoPE table than this run needs: at the model's full length it takes 128 MiB.
     positions = min(len(prompt) + params.max_new_tokens, config.max_position_embeddings)
     model = load(arguments.checkpoint, device=device, config=config, max_positions=positions)
@@ -105,31 +106,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def default_device() -> str:
-    """ "cuda" where there is a GPU and every op has a body for it, else "cpu"."""
-    import torch
-
-    from flint_kernels.ops import REGISTRY
-
-    served = all("CUDA" in declaration.bodies for declaration in REGISTRY.values())
-    return "cuda" if served and torch.cuda.is_available() else "cpu"
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The device of that name, or the default one.
-
-    Raises:
-        ValueError: there is no such device here.
-    """
-    import torch
-
+def check_prompt(prompt: str) -> None:
+    """Raises ValueError for bytes of the command line that were no UTF-8: no text, no tokens."""
     try:
-        device = torch.device(name or default_device())
-    except RuntimeError as error:
-        raise ValueError(f"device: got {name!r}; want cpu or cuda, as torch names them.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: got {name!r}, but torch sees no GPU here; want cpu.")
-    return device
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"--prompt: got bytes that are no UTF-8, from character {error.start} on; want text, "
+            "as UTF-8."
+        ) from error
 
 
 def _generate(

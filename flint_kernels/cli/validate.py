@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
+
     from flint_kernels.results import Row
     from flint_kernels.validation.compare import Progress
 
@@ -49,17 +51,21 @@ def add_parser(subparsers: Any) -> None:
         "--path", choices=("prefill", "decode"), action="append", help="default: both"
     )
     parser.add_argument("--device", help="default: an accelerator that the ops have bodies for")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write result rows (JSON)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write result rows (JSON); its folder is made"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Validates each checkpoint in turn. Returns 0."""
     from flint_kernels import results
-    from flint_kernels.cli.generate import default_device
+    from flint_kernels.cli.device import choose_device
     from flint_kernels.validation.text import held_out_documents, read_documents
 
-    device = arguments.device or default_device()
+    if arguments.output is not None:
+        check_output(arguments.output)
+    device = choose_device(arguments.device)
     meta = results.describe(device)
     if arguments.text is None:
         documents, title = held_out_documents()
@@ -75,7 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _validate(
-    checkpoint: str, documents: list[str], title: str, device: str, arguments: argparse.Namespace
+    checkpoint: str,
+    documents: list[str],
+    title: str,
+    device: torch.device,
+    arguments: argparse.Namespace,
 ) -> list[Row]:
     from flint_kernels.loading import load, load_tokenizer
     from flint_kernels.loading.source import find, read_config
@@ -97,12 +107,28 @@ def _validate(
         found = validate(model, tokens, paths=paths, batch=arguments.batch, progress=progress)
     summaries = {path: summarize(comparison) for path, comparison in found.items()}
     count = len(tokens) * arguments.context
+    intervals = "95% intervals" if len(tokens) > 1 else "one sequence gives no intervals"
     sys.stdout.write(
         f"{checkpoint} ({model.weight_format}) on {device}: {count} tokens in sequences of "
-        f"{arguments.context}, {title}; 95% intervals\n{table(summaries)}"
+        f"{arguments.context}, {title}; {intervals}\n{table(summaries)}"
     )
     sys.stdout.flush()
     return result_rows(model_name(checkpoint), model.weight_format, summaries)
+
+
+def check_output(path: Path) -> None:
+    """Makes the folder, and raises OSError where `path` cannot be written: before the long work."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise OSError(
+            f"--output: got {path}, which cannot be written ({error.strerror}); want a file in a "
+            "folder that can be written or made."
+        ) from error
 
 
 def model_name(checkpoint: str) -> str:

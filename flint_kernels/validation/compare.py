@@ -39,15 +39,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and its bootstrap distribution."""
+    """A figure and its bootstrap distribution, which one sequence does not have: all None."""
 
     value: float
-    low: float
+    low: float | None = None
     """2.5th percentile."""
-    high: float
+    high: float | None = None
     """97.5th percentile."""
-    p20: float
-    p80: float
+    p20: float | None = None
+    p80: float | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ def summarize(comparison: Comparison, resamples: int = RESAMPLES) -> Summary:
     """Figures with paired bootstrap intervals.
 
     Whole sequences are drawn, since neighbouring tokens are alike; path and FP32 forward share each
-    draw. The greatest KL has no interval: a bootstrap says nothing of a maximum.
+    draw. The greatest KL has no interval: a bootstrap says nothing of a maximum. Nor has anything
+    where there is one sequence: all draws of it are equal, which would look like certainty.
     """
     of_token = (comparison.nll, comparison.nll_fp32, comparison.kl, comparison.agree)
     of_sequence = torch.stack([values.mean(1) for values in of_token])
@@ -154,15 +155,16 @@ def summarize(comparison: Comparison, resamples: int = RESAMPLES) -> Summary:
     resampled = torch.stack([of_sequence[:, draw].mean(1) for draw in draws], dim=1)
     nll, nll_fp32, kl, agree = resampled
     mean_nll, mean_nll_fp32, mean_kl, mean_agree = of_sequence.mean(1)
+    interval = _interval if count > 1 else _no_interval
     return Summary(
         sequences=count,
         context=comparison.nll.shape[1],
-        ppl=_interval(mean_nll.exp(), nll.exp()),
-        ppl_fp32=_interval(mean_nll_fp32.exp(), nll_fp32.exp()),
-        ppl_ratio=_interval((mean_nll - mean_nll_fp32).exp(), (nll - nll_fp32).exp()),
-        kl_mean=_interval(mean_kl, kl),
+        ppl=interval(mean_nll.exp(), nll.exp()),
+        ppl_fp32=interval(mean_nll_fp32.exp(), nll_fp32.exp()),
+        ppl_ratio=interval((mean_nll - mean_nll_fp32).exp(), (nll - nll_fp32).exp()),
+        kl_mean=interval(mean_kl, kl),
         kl_max=comparison.kl.max().item(),
-        top1=_interval(mean_agree, agree),
+        top1=interval(mean_agree, agree),
     )
 
 
@@ -170,6 +172,10 @@ def _interval(value: Tensor, resampled: Tensor) -> Interval:
     quantiles = torch.tensor([0.025, 0.975, 0.2, 0.8], dtype=resampled.dtype)
     low, high, p20, p80 = resampled.quantile(quantiles).tolist()
     return Interval(value.item(), low, high, p20, p80)
+
+
+def _no_interval(value: Tensor, _: Tensor) -> Interval:
+    return Interval(value.item())
 
 
 def _join(parts: list[Comparison]) -> Comparison:

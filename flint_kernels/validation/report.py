@@ -10,7 +10,7 @@ from flint_kernels.validation.compare import Interval, Summary
 
 
 def table(summaries: Mapping[str, Summary]) -> str:
-    """Path by path, with 95% intervals; ends in a newline."""
+    """Path by path, with 95% intervals where there are any; ends in a newline."""
     lines = [["path", "perplexity", "/ fp32", "mean KL to fp32", "max KL", "top-1 agreement"]]
     for path, summary in summaries.items():
         lines.append(
@@ -34,8 +34,8 @@ def table(summaries: Mapping[str, Summary]) -> str:
 def result_rows(name: str, checkpoint: str, summaries: Mapping[str, Summary]) -> list[Row]:
     """Rows of bench `validate`: kl_mean, kl_max, top1 and ppl of each path.
 
-    p20 and p80 are those of the bootstrap, `interval_95` is its 95% interval; the peer of a
-    perplexity is that of the FP32 forward.
+    p20 and p80 are those of the bootstrap, `interval_95` is its 95% interval (one sequence has
+    neither: the value itself, and null); the peer of a perplexity is that of the FP32 forward.
 
     Args:
         name: of the model, the first word of each case: "flint-tiny".
@@ -52,8 +52,10 @@ def result_rows(name: str, checkpoint: str, summaries: Mapping[str, Summary]) ->
             ("ppl", summary.ppl),
         ):
             entry = row("validate", case, metric, [interval.value], checkpoint=checkpoint, **size)
-            entry["p20"], entry["p80"] = interval.p20, interval.p80
-            entry["interval_95"] = [interval.low, interval.high]
+            entry["interval_95"] = None
+            if interval.low is not None:
+                entry["p20"], entry["p80"] = interval.p20, interval.p80
+                entry["interval_95"] = [interval.low, interval.high]
             if metric == "ppl":
                 entry["peer"], entry["peer_median"] = "fp32", summary.ppl_fp32.value
             rows.append(entry)
@@ -64,4 +66,6 @@ def result_rows(name: str, checkpoint: str, summaries: Mapping[str, Summary]) ->
 
 
 def _with_interval(interval: Interval, form: str) -> str:
+    if interval.low is None:
+        return f"{interval.value:{form}}"
     return f"{interval.value:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
