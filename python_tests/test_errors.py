@@ -448,7 +448,7 @@ def test_an_output_buffer_may_be_an_input_itself_only_where_the_op_says_so() -> 
 
 
 def test_output_buffers_may_interleave() -> None:
-    """Column halves of one buffer share no element; neither do a half and the input in the other."""
+    """Columns of one buffer share no element, whether outputs or an input."""
     x, residual, weight = randn(3, 64), randn(3, 64, seed=1), randn(64, seed=2)
     memory = torch.zeros(3, 192, dtype=BF16)
     normed, carried, twin = memory.split(64, dim=1)

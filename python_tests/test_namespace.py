@@ -10,7 +10,8 @@ import torch
 from op_samples import SAMPLES, Call
 
 from flint_kernels import ops
-from flint_kernels.ops import REGISTRY
+from flint_kernels.backends import cpu, cuda, native, native_cpu, native_cuda
+from flint_kernels.ops import REGISTRY, _declare
 
 NAMES = sorted(REGISTRY)
 
@@ -132,6 +133,94 @@ def test_out_variant_writes_what_the_op_returns(name: str) -> None:
         for one, two in zip(first[0], second[0], strict=True):
             if isinstance(one, torch.Tensor):
                 assert torch.equal(bits(one), bits(two))
+
+
+Buffers = dict[str, torch.Tensor]
+
+
+def out_call(body: Any, out_body: Any, outs: Buffers) -> None:
+    """fused_add_rms_norm.out by these bodies, on ones."""
+    x, weight = torch.ones(3, 16, dtype=torch.bfloat16), torch.ones(16, dtype=torch.bfloat16)
+    _declare._out_body(REGISTRY["fused_add_rms_norm"], body, out_body)(x, x.clone(), weight, **outs)
+
+
+def two_buffers(strided: bool = False) -> Buffers:
+    wide = [torch.zeros(3, 32, dtype=torch.bfloat16) for _ in range(2)]
+    pair = [b[:, ::2] if strided else b.view(6, 16)[:3] for b in wide]
+    return dict(zip(("normed_out", "residual_out"), pair, strict=True))
+
+
+def unwanted(*_: Any, **__: Any) -> Any:
+    raise AssertionError("this body should not run")
+
+
+def test_an_out_body_writes_in_place_and_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_body(normed_out: torch.Tensor, residual_out: torch.Tensor, **_: Any) -> Any:
+        return normed_out.fill_(3), residual_out.fill_(4)
+
+    outs = two_buffers()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", unwanted)
+        out_call(unwanted, out_body, outs)
+    assert [float(t.unique()) for t in outs.values()] == [3, 4]
+
+
+def test_what_an_out_body_returns_elsewhere_is_copied() -> None:
+    def out_body(residual_out: torch.Tensor, **_: Any) -> Any:
+        return torch.full_like(residual_out, 3), residual_out.fill_(4)
+
+    outs = two_buffers()
+    out_call(unwanted, out_body, outs)
+    assert [float(t.unique()) for t in outs.values()] == [3, 4]
+
+
+def test_buffers_that_are_not_contiguous_never_reach_an_out_body() -> None:
+    def body(x: torch.Tensor, **_: Any) -> Any:
+        return torch.full_like(x, 3), torch.full_like(x, 4)
+
+    outs = two_buffers(strided=True)
+    out_call(body, unwanted, outs)
+    assert [float(t.unique()) for t in outs.values()] == [3, 4]
+
+
+@pytest.mark.parametrize("backend", [cpu, cuda])
+@pytest.mark.parametrize("fast_runs", [True, False])
+def test_only_the_native_body_of_a_choice_takes_buffers(
+    backend: Any, fast_runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "is_available", lambda: fast_runs)
+    monkeypatch.setattr(cuda, "why_not", lambda device: None if fast_runs else "switched off")
+
+    def fast(normed_out: torch.Tensor, residual_out: torch.Tensor, **_: Any) -> Any:
+        return normed_out.fill_(3), residual_out.fill_(4)
+
+    def slow(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+             enable_pdl: bool) -> Any:  # fmt: skip
+        return torch.full_like(x, 5), torch.full_like(x, 6)
+
+    choice = backend._choice("fused_add_rms_norm", fast, slow)
+    outs = two_buffers()
+    out_call(choice, choice, outs)
+    assert [float(t.unique()) for t in outs.values()] == ([3, 4] if fast_runs else [5, 6])
+
+
+@pytest.mark.parametrize("module", [native_cpu, native_cuda])
+def test_native_bodies_name_their_buffers_as_the_op_does(module: Any) -> None:
+    """A parameter of another name would never be given, or be given what is no argument."""
+    found = 0
+    for name, declaration in REGISTRY.items():
+        body = getattr(module, name, None)
+        if body is None:
+            continue
+        parameters = inspect.signature(body).parameters
+        named = {k for k, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        assert named <= set(declaration.parameters) | set(declaration.outputs), name
+        takes_any = len(named) < len(parameters)
+        if module is native_cuda:
+            assert set(declaration.outputs) <= named, name
+        assert takes_any or set(declaration.parameters) <= named, name
+        found += bool(declaration.outputs and set(declaration.outputs) <= named)
+    assert found >= 6
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if REGISTRY[n].outputs])

@@ -32,7 +32,12 @@ _FAMILIES = (attention, experts, kv_write, linear, low_latency, norm, nvfp4, sam
 def register() -> None:
     """One body a declared op: the reference's, or a choice between it and the native one."""
     for name in REGISTRY:
-        implement(name, "CPU", _choice(reference_body(name), getattr(native_cpu, name, None)))
+        fast = getattr(native_cpu, name, None)
+        if fast is None:
+            implement(name, "CPU", reference_body(name))
+        else:
+            choice = _choice(name, fast, reference_body(name))
+            implement(name, "CPU", choice, out_body=choice)
 
 
 def reference_body(name: str) -> Callable[..., Any]:
@@ -42,9 +47,10 @@ def reference_body(name: str) -> Callable[..., Any]:
     return body
 
 
-def _choice(reference: Callable[..., Any], fast: Callable[..., Any] | None) -> Callable[..., Any]:
-    if fast is None:
-        return reference
+def _choice(
+    name: str, fast: Callable[..., Any], reference: Callable[..., Any]
+) -> Callable[..., Any]:
+    outputs = REGISTRY[name].outputs
 
     def body(**arguments: Any) -> Any:
         # The first argument of every op is its activations; FP32 ones ask for the oracle.
@@ -52,6 +58,7 @@ def _choice(reference: Callable[..., Any], fast: Callable[..., Any] | None) -> C
         # Loading the library waits for the first call, so that importing the package is quick.
         if activations.dtype == torch.bfloat16 and native.is_available():
             return fast(**arguments)
-        return reference(**arguments)
+        # The reference bodies take no buffers: what they return is copied.
+        return reference(**{k: v for k, v in arguments.items() if k not in outputs})
 
     return body

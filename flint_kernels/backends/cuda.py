@@ -24,7 +24,8 @@ def register() -> None:
     for name in REGISTRY:
         fast = getattr(native_cuda, name, None)
         if fast is not None:
-            implement(name, "CUDA", _choice(fast, gpu_general.general_body(name)))
+            choice = _choice(name, fast, gpu_general.general_body(name))
+            implement(name, "CUDA", choice, out_body=choice)
 
 
 def why_not(device: torch.device) -> str | None:
@@ -37,11 +38,16 @@ def _why_not(index: int) -> str | None:
     return native.cuda_why_not(torch.cuda.get_device_capability(index))
 
 
-def _choice(fast: Body, general: Body) -> Body:
+def _choice(name: str, fast: Body, general: Body) -> Body:
+    outputs = REGISTRY[name].outputs
+
     def body(**arguments: Any) -> Any:
         # The first argument of every op is a tensor. Loading the library waits for the first call,
         # so that importing the package is quick.
         device = next(iter(arguments.values())).device
-        return (general if why_not(device) is not None else fast)(**arguments)
+        if why_not(device) is None:
+            return fast(**arguments)
+        # The general bodies take no buffers: what they return is copied.
+        return general(**{k: v for k, v in arguments.items() if k not in outputs})
 
     return body

@@ -1,6 +1,8 @@
 """The CPU bodies of BF16 calls, by the C++ library: the arithmetic of `flint_kernels.reference`.
 
-Each takes what the reference body of the same name takes. Rows are summed in an order of their
+Each takes what the reference body of the same name takes. Those of one native call also take the
+outputs' buffers, contiguous, and write in place; the others leave them alone (`implement` in
+`flint_kernels/ops` then copies). Rows are summed in an order of their
 own, so the bits differ from the reference's where a sum's order shows, and like its, they depend
 on nothing but the row.
 """
@@ -16,34 +18,47 @@ _native = torch.ops.flint_native
 _INT64 = torch.int64
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, **_: object) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
+def _empty(given: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The buffer that was given, or a new one."""
+    return torch.empty(shape, dtype=dtype) if given is None else given
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, **_: object
+) -> Tensor:
+    out = _empty(out, x.shape, x.dtype)
     threads = torch.get_num_threads()
     _native.rms_norm_out(x.contiguous(), None, weight.contiguous(), eps, out, None, threads)
     return out
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, **_: object
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    normed_out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    **_: object,
 ) -> tuple[Tensor, Tensor]:
-    normed = torch.empty(x.shape, dtype=x.dtype)
-    residual_out = torch.empty(x.shape, dtype=x.dtype)
+    normed_out = _empty(normed_out, x.shape, x.dtype)
+    residual_out = _empty(residual_out, x.shape, x.dtype)
     _native.rms_norm_out(
         x.contiguous(),
         residual.contiguous(),
         weight.contiguous(),
         eps,
-        normed,
+        normed_out,
         residual_out,
         torch.get_num_threads(),
     )
-    return normed, residual_out
+    return normed_out, residual_out
 
 
-def silu_and_mul(x: Tensor, **_: object) -> Tensor:
-    act = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype)
-    _native.silu_and_mul_out(x.contiguous(), act, torch.get_num_threads())
-    return act
+def silu_and_mul(x: Tensor, out: Tensor | None = None, **_: object) -> Tensor:
+    out = _empty(out, (*x.shape[:-1], x.shape[-1] // 2), x.dtype)
+    _native.silu_and_mul_out(x.contiguous(), out, torch.get_num_threads())
+    return out
 
 
 def _matmul(
@@ -53,8 +68,9 @@ def _matmul(
     weight_scale_2: Tensor | None,
     shard_sizes: Sequence[int] | None,
     dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
-    out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
+    out = _empty(out, (*x.shape[:-1], weight.shape[0]), dtype)
     _native.matmul_out(
         x.contiguous(),
         weight.contiguous(),
@@ -73,34 +89,49 @@ def nvfp4_linear(
     weight_scale: Tensor,
     weight_scale_2: Tensor,
     shard_sizes: Sequence[int] | None,
+    out: Tensor | None = None,
     **_: object,
 ) -> Tensor:
-    return _matmul(x, weight, weight_scale, weight_scale_2, shard_sizes, x.dtype)
+    return _matmul(x, weight, weight_scale, weight_scale_2, shard_sizes, x.dtype, out)
 
 
-def bf16_linear(x: Tensor, weight: Tensor, **_: object) -> Tensor:
-    return _matmul(x, weight, None, None, None, x.dtype)
+def bf16_linear(x: Tensor, weight: Tensor, out: Tensor | None = None, **_: object) -> Tensor:
+    return _matmul(x, weight, None, None, None, x.dtype, out)
 
 
 def nvfp4_linear_silu_and_mul(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, **_: object
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor,
+    out: Tensor | None = None,
+    **_: object,
 ) -> Tensor:
     halves = [weight.shape[0] // 2] * 2
-    return silu_and_mul(_matmul(x, weight, weight_scale, weight_scale_2, halves, x.dtype))
+    return silu_and_mul(_matmul(x, weight, weight_scale, weight_scale_2, halves, x.dtype), out)
 
 
-def bf16_linear_silu_and_mul(x: Tensor, weight: Tensor, **_: object) -> Tensor:
-    return silu_and_mul(bf16_linear(x, weight))
+def bf16_linear_silu_and_mul(
+    x: Tensor, weight: Tensor, out: Tensor | None = None, **_: object
+) -> Tensor:
+    return silu_and_mul(bf16_linear(x, weight), out)
 
 
 def nvfp4_lm_head(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, **_: object
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor,
+    logits_out: Tensor | None = None,
+    **_: object,
 ) -> Tensor:
-    return _matmul(x, weight, weight_scale, weight_scale_2, None, torch.float32)
+    return _matmul(x, weight, weight_scale, weight_scale_2, None, torch.float32, logits_out)
 
 
-def bf16_lm_head(x: Tensor, weight: Tensor, **_: object) -> Tensor:
-    return _matmul(x, weight, None, None, None, torch.float32)
+def bf16_lm_head(
+    x: Tensor, weight: Tensor, logits_out: Tensor | None = None, **_: object
+) -> Tensor:
+    return _matmul(x, weight, None, None, None, torch.float32, logits_out)
 
 
 def qk_norm_rope_kv_write(
@@ -113,11 +144,13 @@ def qk_norm_rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     eps: float,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     rows, kv_heads, dim = qkv.shape[0], k_cache.shape[2], k_cache.shape[3]
-    q = torch.empty(rows, qkv.shape[1] // dim - 2 * kv_heads, dim, dtype=qkv.dtype)
-    k = torch.empty(rows, kv_heads, dim, dtype=qkv.dtype)
+    q_out = _empty(q_out, (rows, qkv.shape[1] // dim - 2 * kv_heads, dim), qkv.dtype)
+    k_out = _empty(k_out, (rows, kv_heads, dim), qkv.dtype)
     _native.qk_norm_rope_kv_write_out(
         qkv.contiguous(),
         q_weight.contiguous(),
@@ -128,10 +161,10 @@ def qk_norm_rope_kv_write(
         k_cache,
         v_cache,
         eps,
-        q,
-        k,
+        q_out,
+        k_out,
     )
-    return q, k
+    return q_out, k_out
 
 
 def nvfp4_qkv_norm_rope_kv_write(
@@ -161,9 +194,10 @@ def attention_decode(
     sinks: Tensor | None,
     window: int,
     scale: float | None,
+    out: Tensor | None = None,
     **_: object,
 ) -> Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = _empty(out, q.shape, q.dtype)
     _native.attention_out(
         q.contiguous(),
         None,
@@ -194,9 +228,10 @@ def attention_prefill(
     sinks: Tensor | None,
     window: int,
     scale: float | None,
+    out: Tensor | None = None,
     **_: object,
 ) -> Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = _empty(out, q.shape, q.dtype)
     _native.attention_out(
         q.contiguous(),
         k if k.stride(-1) == 1 else k.contiguous(),
@@ -216,10 +251,16 @@ def attention_prefill(
 
 
 def router_topk(
-    logits: Tensor, top_k: int, renormalize: bool = True, **_: object
+    logits: Tensor,
+    top_k: int,
+    renormalize: bool = True,
+    topk_weights_out: Tensor | None = None,
+    topk_ids_out: Tensor | None = None,
+    **_: object,
 ) -> tuple[Tensor, Tensor]:
-    weights = torch.empty(logits.shape[0], top_k, dtype=torch.float32)
-    ids = torch.empty(logits.shape[0], top_k, dtype=torch.int32)
+    shape = (logits.shape[0], top_k)
+    weights = _empty(topk_weights_out, shape, torch.float32)
+    ids = _empty(topk_ids_out, shape, torch.int32)
     _native.router_topk_out(logits.contiguous(), top_k, renormalize, weights, ids)
     return weights, ids
 

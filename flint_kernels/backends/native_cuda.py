@@ -1,8 +1,10 @@
 """The GPU bodies of the library's own kernels, for BF16 and FP32.
 
-Each takes what the reference body of the same name takes. A row's bits depend on the row alone.
-They allocate their outputs, launch on the current stream, and read nothing back, so a CUDA graph
-can hold them; the repack's check of its scales is the one exception (see `_refuse`).
+Each takes what the reference body of the same name takes, and the outputs' buffers where there are
+any: contiguous, and written in place. A row's bits depend on the row alone.
+They allocate what outputs they are not given, launch on the current stream, and read nothing back,
+so a CUDA graph can hold them; the repack's check of its scales is the one exception (see
+`_refuse`).
 
 The kernels take rows any stride apart whose elements are contiguous. What is not of that kind, such
 as a transposed tensor, is copied first.
@@ -10,7 +12,7 @@ as a transposed tensor, is copied first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,32 +37,51 @@ def _weight(weight: Tensor, x: Tensor) -> Tensor:
     return weight.to(x.dtype).contiguous()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, enable_pdl: bool = False) -> Tensor:
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _empty(given: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+    """The buffer that was given, or a new one."""
+    if given is not None:
+        return given
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    enable_pdl: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    out = _empty(out, x.shape, x)
     if x.numel() > 0:
         weight = _weight(weight, x)
-        _native.rms_norm_cuda_out(_rows(x), None, weight, eps, normed, None, enable_pdl)
-    return normed
+        _native.rms_norm_cuda_out(_rows(x), None, weight, eps, out, None, enable_pdl)
+    return out
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, enable_pdl: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    enable_pdl: bool = False,
+    normed_out: Tensor | None = None,
+    residual_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed_out = _empty(normed_out, x.shape, x)
+    residual_out = _empty(residual_out, x.shape, x)
     if x.numel() > 0:
         weight = _weight(weight, x)
         _native.rms_norm_cuda_out(
-            _rows(x), _rows(residual), weight, eps, normed, residual_out, enable_pdl
+            _rows(x), _rows(residual), weight, eps, normed_out, residual_out, enable_pdl
         )
-    return normed, residual_out
+    return normed_out, residual_out
 
 
-def silu_and_mul(x: Tensor, enable_pdl: bool = False) -> Tensor:
-    act = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
-    if act.numel() > 0:
-        _native.silu_and_mul_cuda_out(_rows(x), act, enable_pdl)
-    return act
+def silu_and_mul(x: Tensor, enable_pdl: bool = False, out: Tensor | None = None) -> Tensor:
+    out = _empty(out, (*x.shape[:-1], x.shape[-1] // 2), x)
+    if out.numel() > 0:
+        _native.silu_and_mul_cuda_out(_rows(x), out, enable_pdl)
+    return out
 
 
 def qk_norm_rope_kv_write(
@@ -74,11 +95,13 @@ def qk_norm_rope_kv_write(
     v_cache: Tensor,
     eps: float,
     enable_pdl: bool = False,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, kv_heads, dim = qkv.shape[0], k_cache.shape[2], k_cache.shape[3]
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    q = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    k = torch.empty(rows, kv_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    q_out = _empty(q_out, (rows, heads, dim), qkv)
+    k_out = _empty(k_out, (rows, kv_heads, dim), qkv)
     if rows > 0:
         _native.qk_norm_rope_kv_write_cuda_out(
             _contiguous_elements(qkv),
@@ -90,11 +113,11 @@ def qk_norm_rope_kv_write(
             k_cache,
             v_cache,
             eps,
-            q,
-            k,
+            q_out,
+            k_out,
             enable_pdl,
         )
-    return q, k
+    return q_out, k_out
 
 
 def kv_cache_write(
@@ -116,16 +139,23 @@ def kv_cache_write(
         )
 
 
-def gguf_to_modelopt(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    weight, scale = nvfp4.repack_outputs(blocks, None, "blocks")
+def gguf_to_modelopt(
+    blocks: Tensor, weight_out: Tensor | None = None, weight_scale_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    given = None
+    if weight_out is not None and weight_scale_out is not None:
+        given = weight_out, weight_scale_out
+    weight, scale = nvfp4.repack_outputs(blocks, given, "blocks")
     first_bad = _none_yet(blocks.device)
     _native.gguf_to_modelopt_cuda_out(blocks.contiguous(), weight, scale, first_bad)
     _refuse(first_bad, lambda at: nvfp4.bad_gguf_scale(at, blocks, "blocks"))
     return weight, scale
 
 
-def modelopt_to_gguf(weight: Tensor, weight_scale: Tensor) -> Tensor:
-    blocks = nvfp4.blocks_output(weight, weight_scale, None)
+def modelopt_to_gguf(
+    weight: Tensor, weight_scale: Tensor, blocks_out: Tensor | None = None
+) -> Tensor:
+    blocks = nvfp4.blocks_output(weight, weight_scale, blocks_out)
     first_bad = _none_yet(weight.device)
     _native.modelopt_to_gguf_cuda_out(
         weight.contiguous(), weight_scale.contiguous(), blocks, first_bad

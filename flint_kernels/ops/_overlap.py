@@ -92,7 +92,7 @@ def _bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Terms
 
 
 def _reachable(target: int, terms: Terms) -> bool:
-    """Whether `target = sum(x * stride)` with each x in 0 ... last; True where it takes too long."""
+    """Whether `target = sum(x * stride)` with each x in 0 ... last; True if that takes too long."""
     merged: dict[int, int] = {}
     for stride, last in terms:
         if stride > 0:

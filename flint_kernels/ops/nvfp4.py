@@ -106,7 +106,8 @@ def gguf_to_modelopt(blocks: torch.Tensor) -> tuple[Spec, Spec]:
 
     Returns: (weight [..., N, K / 2] uint8, weight_scale [..., N, K / 16] float8_e4m3fn).
 
-    Values: while a CUDA graph is captured or replayed 0xFF raises nothing and is read as 0x7F.
+    Values: while a CUDA graph is captured or replayed 0xFF raises nothing and is read as 0x7F. On a
+    GPU the check comes last: a refused call of the out-variant may have written its buffers.
     """
     check = Checker("gguf_to_modelopt", "blocks", blocks)
     check.tensor("blocks", blocks, CODES)
@@ -137,7 +138,8 @@ def modelopt_to_gguf(weight: torch.Tensor, weight_scale: torch.Tensor) -> Spec:
 
     Returns: [..., N, K / 64 * 36] uint8.
 
-    On a GPU the check reads one number back. While a CUDA graph is captured it cannot: there, and
+    On a GPU the check reads one number back, and comes last: a refused call of the out-variant may
+    have written its buffer. While a CUDA graph is captured it cannot: there, and
     in the graph's replays, such a scale loses its sign bit.
     """
     check = Checker("modelopt_to_gguf", "weight", weight)
