@@ -335,10 +335,10 @@ def test_dequantize_refuses_other_dtypes() -> None:
 def test_quantize_refuses_what_nvfp4_cannot_hold(bad: float) -> None:
     x = randn(2, 32)
     x[1, 3] = bad
-    with pytest.raises(ValueError, match=r"x: got NaN or infinity.*want finite"):
+    with pytest.raises(ValueError, match=r"argument 'x': got NaN or infinity.*want finite"):
         ops.nvfp4_quantize(x)
     for scale in (0.0, -1.0, bad):
-        with pytest.raises(ValueError, match=r"global_scale: got .*want finite"):
+        with pytest.raises(ValueError, match=r"argument 'global_scale': got .*want finite"):
             ops.nvfp4_quantize(randn(2, 32), torch.tensor(scale))
 
 
@@ -347,7 +347,7 @@ def test_repacks_refuse_scales_without_a_counterpart() -> None:
     for byte in (0xB8, 0x7F, 0xFF):
         scale = torch.full((1, 4), byte, dtype=torch.uint8).view(torch.float8_e4m3fn)
         blocks = torch.full((1, 36), 77, dtype=torch.uint8)
-        with pytest.raises(ValueError, match=rf"weight_scale: got byte {byte:#x}.*want"):
+        with pytest.raises(ValueError, match=rf"argument 'weight_scale': got byte {byte:#x}.*want"):
             ops.modelopt_to_gguf(weight, scale, out=blocks)
         assert blocks.unique().tolist() == [77]
 

@@ -68,7 +68,7 @@ def test_Q1_gguf_scale_bytes() -> None:
     values = ops.nvfp4_dequantize(weight, scale)[0].view(4, 16)
     assert values[:, 0].tolist() == [448.0, 0.0, 0.0, 1.0]
     block[0, 2] = 0xFF
-    with pytest.raises(ValueError, match="blocks: got scale byte 0xff"):
+    with pytest.raises(ValueError, match="argument 'blocks': got scale byte 0xff"):
         ops.gguf_to_modelopt(block)
 
 

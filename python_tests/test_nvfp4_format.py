@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flint_kernels.backends import gpu_general
 from flint_kernels.formats import nvfp4
 
 E4M3_BYTES = torch.arange(256, dtype=torch.uint8)
@@ -363,3 +364,27 @@ def test_repack_names_what_is_wrong() -> None:
     weight, scale = random_modelopt(2, 80)
     with pytest.raises(ValueError, match="weight: got K = 80, want a multiple of 64"):
         nvfp4.modelopt_to_gguf(weight, scale)
+
+
+def test_errors_of_the_ops_name_op_and_argument() -> None:
+    """Called as ops, the conversions raise what every other op does; on a GPU's body too."""
+    x = torch.ones(2, 32)
+    nan = torch.full_like(x, torch.nan)
+    with pytest.raises(ValueError, match=r"^flint::nvfp4_quantize: argument 'x': got NaN .*want"):
+        torch.ops.flint.nvfp4_quantize(nan)
+    want = "^flint::nvfp4_quantize: argument 'global_scale': got .*want"
+    with pytest.raises(ValueError, match=want):
+        torch.ops.flint.nvfp4_quantize(x, torch.tensor(0.0))
+
+    blocks = torch.full((1, 36), 0xFF, dtype=torch.uint8)
+    want = "^flint::gguf_to_modelopt: argument 'blocks': got scale byte 0xff .*want"
+    for repack in (torch.ops.flint.gguf_to_modelopt, gpu_general.gguf_to_modelopt):
+        with pytest.raises(ValueError, match=want):
+            repack(blocks)
+
+    weight = torch.zeros(1, 32, dtype=torch.uint8)
+    scale = torch.full((1, 4), -1.0).to(torch.float8_e4m3fn)
+    want = "^flint::modelopt_to_gguf: argument 'weight_scale': got .*want"
+    for pack in (torch.ops.flint.modelopt_to_gguf, gpu_general.modelopt_to_gguf):
+        with pytest.raises(ValueError, match=want):
+            pack(weight, scale)

@@ -28,6 +28,7 @@ from flint_kernels.ops import REGISTRY, implement
 from flint_kernels.reference import kv_write as reference_kv_write
 from flint_kernels.reference import norm as reference_norm
 from flint_kernels.reference.numerics import rms_normalise
+from flint_kernels.reference.nvfp4 import errors_of
 
 _flint: Any = torch.ops.flint
 _MASK = 0xFFFFFFFF
@@ -521,13 +522,17 @@ def nvfp4_dequantize(
 
 
 def gguf_to_modelopt(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    return _repack_unread(blocks) if _capturing(blocks) else nvfp4.gguf_to_modelopt(blocks)
+    if _capturing(blocks):
+        return _repack_unread(blocks)
+    with errors_of("gguf_to_modelopt"):
+        return nvfp4.gguf_to_modelopt(blocks)
 
 
 def modelopt_to_gguf(weight: Tensor, weight_scale: Tensor) -> Tensor:
     if _capturing(weight):
         return _pack_unread(weight, weight_scale)
-    return nvfp4.modelopt_to_gguf(weight, weight_scale)
+    with errors_of("modelopt_to_gguf"):
+        return nvfp4.modelopt_to_gguf(weight, weight_scale)
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from flint_kernels.formats import nvfp4, repack
 
 
+@contextmanager
+def errors_of(op: str) -> Iterator[None]:
+    """Errors of `flint_kernels.formats`, `argument: got ...`, in the form of the ops' own."""
+    try:
+        yield
+    except ValueError as error:
+        argument, _, rest = str(error).partition(": ")
+        raise ValueError(f"flint::{op}: argument '{argument}': {rest}") from error
+
+
 def nvfp4_quantize(
     x: torch.Tensor, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    weight, scale, scale_2 = nvfp4.quantize(x, global_scale)
+    with errors_of("nvfp4_quantize"):
+        weight, scale, scale_2 = nvfp4.quantize(x, global_scale)
     # An op must not return one of its inputs.
     return weight, scale, scale_2.clone()
 
@@ -26,8 +40,10 @@ def nvfp4_dequantize(
 
 
 def gguf_to_modelopt(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return repack.gguf_to_modelopt(blocks)
+    with errors_of("gguf_to_modelopt"):
+        return repack.gguf_to_modelopt(blocks)
 
 
 def modelopt_to_gguf(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    return repack.modelopt_to_gguf(weight, weight_scale)
+    with errors_of("modelopt_to_gguf"):
+        return repack.modelopt_to_gguf(weight, weight_scale)
