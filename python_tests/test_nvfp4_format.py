@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gguf
 import ml_dtypes
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flint_kernels.backends import gpu_general
+from flint_kernels.backends import gpu_general, native_cuda
 from flint_kernels.formats import nvfp4
 
 E4M3_BYTES = torch.arange(256, dtype=torch.uint8)
@@ -366,8 +368,18 @@ def test_repack_names_what_is_wrong() -> None:
         nvfp4.modelopt_to_gguf(weight, scale)
 
 
-def test_errors_of_the_ops_name_op_and_argument() -> None:
-    """Called as ops, the conversions raise what every other op does; on a GPU's body too."""
+def test_errors_of_the_ops_name_op_and_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called as ops, the conversions raise what every other op does; the GPU's bodies too.
+
+    For the native one a stand-in reports the first scale as the kernels would.
+    """
+
+    def kernel(*arguments: torch.Tensor) -> None:
+        arguments[-1].zero_()
+
+    kernels = SimpleNamespace(gguf_to_modelopt_cuda_out=kernel, modelopt_to_gguf_cuda_out=kernel)
+    monkeypatch.setattr(native_cuda, "_native", kernels)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     x = torch.ones(2, 32)
     nan = torch.full_like(x, torch.nan)
     with pytest.raises(ValueError, match=r"^flint::nvfp4_quantize: argument 'x': got NaN .*want"):
@@ -378,13 +390,21 @@ def test_errors_of_the_ops_name_op_and_argument() -> None:
 
     blocks = torch.full((1, 36), 0xFF, dtype=torch.uint8)
     want = "^flint::gguf_to_modelopt: argument 'blocks': got scale byte 0xff .*want"
-    for repack in (torch.ops.flint.gguf_to_modelopt, gpu_general.gguf_to_modelopt):
+    for repack in (
+        torch.ops.flint.gguf_to_modelopt,
+        gpu_general.gguf_to_modelopt,
+        native_cuda.gguf_to_modelopt,
+    ):
         with pytest.raises(ValueError, match=want):
             repack(blocks)
 
     weight = torch.zeros(1, 32, dtype=torch.uint8)
     scale = torch.full((1, 4), -1.0).to(torch.float8_e4m3fn)
     want = "^flint::modelopt_to_gguf: argument 'weight_scale': got .*want"
-    for pack in (torch.ops.flint.modelopt_to_gguf, gpu_general.modelopt_to_gguf):
+    for pack in (
+        torch.ops.flint.modelopt_to_gguf,
+        gpu_general.modelopt_to_gguf,
+        native_cuda.modelopt_to_gguf,
+    ):
         with pytest.raises(ValueError, match=want):
             pack(weight, scale)

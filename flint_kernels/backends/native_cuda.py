@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flint_kernels.formats import nvfp4
+from flint_kernels.reference.nvfp4 import errors_of
 
 _native = torch.ops.flint_native
 
@@ -148,7 +149,8 @@ def gguf_to_modelopt(
     weight, scale = nvfp4.repack_outputs(blocks, given, "blocks")
     first_bad = _none_yet(blocks.device)
     _native.gguf_to_modelopt_cuda_out(blocks.contiguous(), weight, scale, first_bad)
-    _refuse(first_bad, lambda at: nvfp4.bad_gguf_scale(at, blocks, "blocks"))
+    with errors_of("gguf_to_modelopt"):
+        _refuse(first_bad, lambda at: nvfp4.bad_gguf_scale(at, blocks, "blocks"))
     return weight, scale
 
 
@@ -160,7 +162,8 @@ def modelopt_to_gguf(
     _native.modelopt_to_gguf_cuda_out(
         weight.contiguous(), weight_scale.contiguous(), blocks, first_bad
     )
-    _refuse(first_bad, lambda at: nvfp4.bad_modelopt_scale(at, weight_scale, "weight_scale"))
+    with errors_of("modelopt_to_gguf"):
+        _refuse(first_bad, lambda at: nvfp4.bad_modelopt_scale(at, weight_scale, "weight_scale"))
     return blocks
 
 
