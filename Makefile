@@ -12,12 +12,14 @@
 # PYTHON=EXE   the Python that makes it; with VENV= (empty), the one to install into as it is
 # TORCH=...    what pip installs as torch (-r requirements.txt); TORCH= (empty) keeps what is there
 # PYTEST_ARGS  further arguments of pytest, such as `-k norm`
+# WORKERS=2    processes that share the tests
 # GPU=NAME     the folder of docs/results for what is measured on the GPU (h200)
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= -r requirements.txt
 PYTEST_ARGS ?=
+WORKERS ?= 2
 GPU ?= h200
 
 # As in pyproject.toml's [build-system]. Without build isolation they must be there beforehand;
@@ -53,7 +55,7 @@ demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
 
 test: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) -m pytest $(PYTEST_ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	$(PY) -m ruff check .

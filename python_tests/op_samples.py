@@ -154,6 +154,7 @@ def _() -> Iterator[Call]:
     for layout in LAYOUTS:
         yield (k, v, torch.tensor([5, -1, 17]), *caches(layout, 3, 16, 2, 32)), {}
     yield (k, v, int32(3), *caches("nhd", 3, 16, 2, 32)), {}
+    yield (k, v, torch.tensor([5, -1, 17]), *caches("nhd", 3, 16, 2, 32), int32(7)), {}
 
 
 @samples("nvfp4_linear")

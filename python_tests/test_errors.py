@@ -74,9 +74,11 @@ def assert_refused(
 
 
 EVERY_TENSOR = [(name, argument) for name in NAMES for argument in tensors(name)]
+# Nothing of it is read: any dtype and any shape will do.
+EVERY_READ_TENSOR = [pair for pair in EVERY_TENSOR if pair != ("kv_cache_write", "after")]
 
 
-@pytest.mark.parametrize("name,argument", EVERY_TENSOR)
+@pytest.mark.parametrize("name,argument", EVERY_READ_TENSOR)
 def test_wrong_dtype(name: str, argument: str) -> None:
     arguments = legal(name)
     for dtype in (torch.float64, torch.float16, torch.bool):
@@ -96,7 +98,7 @@ ANY_LEADING = {(name, "x") for name in NAMES if "linear" in name or "lm_head" in
 SCALARS = {"weight_scale_2", "shared_w13_scale_2", "shared_w2_scale_2", "global_scale"}
 
 
-@pytest.mark.parametrize("name,argument", EVERY_TENSOR)
+@pytest.mark.parametrize("name,argument", EVERY_READ_TENSOR)
 def test_wrong_rank(name: str, argument: str) -> None:
     """No dimension, and one more. Where two arguments disagree, either may be named."""
     arguments = legal(name)

@@ -122,9 +122,7 @@ def test_the_ring_keeps_exactly_what_the_window_sees(window: int, page_size: int
         # The chunk's first query reads the past before the chunk is written.
         check(batch, int(batch.positions[0]))
         slots = batch.window_slots.tolist()
-        held.update(
-            {s: p for s, p in zip(slots, batch.positions.tolist(), strict=True) if s >= 0}
-        )
+        held.update({s: p for s, p in zip(slots, batch.positions.tolist(), strict=True) if s >= 0})
         for _ in range(page_size + 3):
             decode = cache.plan_decode([request])
             position = int(decode.positions[0])
@@ -160,7 +158,7 @@ def test_errors_leave_the_cache_as_it_was() -> None:
         cache.plan([request], [0])
     with pytest.raises(ValueError, match="counts: got 2 values; want 1"):
         cache.plan([request], [1, 1])
-    with pytest.raises(ValueError, match="wants_logits: got 2 values; want 1, .* one length"):
+    with pytest.raises(ValueError, match=r"wants_logits: got 2 values; want 1, .* one length"):
         cache.plan([request], [5], [True, False])
     with pytest.raises(ValueError, match="wants_logits: got 0 values; want 1"):
         cache.plan([request], [5], [])

@@ -202,8 +202,9 @@ def test_Q6_65536_tokens_through_norm_and_rope() -> None:
     qkv, weights = randn(tokens, 3 * dim), (randn(dim, seed=3), randn(dim, seed=4))
     positions = torch.arange(tokens, dtype=torch.int32) % 1000
     slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))
-    cache = torch.zeros(tokens // 16, 16, 1, dim, dtype=BF16), torch.zeros(
-        tokens // 16, 16, 1, dim, dtype=BF16
+    cache = (
+        torch.zeros(tokens // 16, 16, 1, dim, dtype=BF16),
+        torch.zeros(tokens // 16, 16, 1, dim, dtype=BF16),
     )
     rope_table = table(1000, dim)
     q, k = ops.qk_norm_rope_kv_write(qkv, *weights, rope_table, positions, slots, *cache)
@@ -233,9 +234,7 @@ def test_against_float64(rotary: bool, heads: int, kv_heads: int, dim: int) -> N
 
     def run(x: torch.Tensor, with_table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         cache = tuple(torch.zeros(2, 16, kv_heads, dim, dtype=x.dtype) for _ in range(2))
-        out = ops.qk_norm_rope_kv_write(
-            x, *weights, with_table, positions, slots, *cache, eps
-        )
+        out = ops.qk_norm_rope_kv_write(x, *weights, with_table, positions, slots, *cache, eps)
         return (*out, *cache)
 
     def normed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -223,6 +223,4 @@ def test_transposed_weights_and_leading_dimensions() -> None:
     assert torch.equal(ops.bf16_linear(x.transpose(0, 1), weight), want.transpose(0, 1))
     assert torch.equal(ops.bf16_linear(x[0, 0], weight), want[0, 0])
     wide, tall = randn(257, 200, seed=1), randn(2, 200)
-    assert torch.equal(
-        ops.bf16_linear(tall, wide.T.contiguous().T), ops.bf16_linear(tall, wide)
-    )
+    assert torch.equal(ops.bf16_linear(tall, wide.T.contiguous().T), ops.bf16_linear(tall, wide))

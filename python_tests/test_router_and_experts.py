@@ -219,9 +219,7 @@ def test_Q2_one_expert_ten_times_the_others() -> None:
     codes = nvfp4_values(weights[0][0], weights[1][0]), nvfp4_values(weights[3][0], weights[4][0])
     gate, up = (codes[0] @ f64(x[0])).chunk(2)
     for expert in range(3):
-        got = ops.nvfp4_routed_experts(
-            x, torch.ones(1, 1), int32(expert).view(1, 1), *weights
-        )
+        got = ops.nvfp4_routed_experts(x, torch.ones(1, 1), int32(expert).view(1, 1), *weights)
         g_scale, u_scale = f64(w13_scales[expert])
         act = silu(gate * g_scale) * up * u_scale
         assert_close(got, (codes[1] @ act * f64(w2_scales[expert]))[None], 2e-6)

@@ -161,9 +161,7 @@ def attention() -> None:
 
         def write(r: Rows, d: int = dim, n: Any = norms, t: Any = rope) -> tuple[Any, ...]:
             cache = torch.zeros(3, 16, 2, d, dtype=BF16), torch.zeros(3, 16, 2, d, dtype=BF16)
-            out = ops.qk_norm_rope_kv_write(
-                r["qkv"], *n, t, r["positions"], r["slots"], *cache
-            )
+            out = ops.qk_norm_rope_kv_write(r["qkv"], *n, t, r["positions"], r["slots"], *cache)
             return *out, *(part.flatten(0, 1)[r["slots"]] for part in cache)
 
         case(f"qk_norm_rope_kv_write {dim}", write, qkv=randn(ROWS, 7 * dim), **placed)
@@ -286,8 +284,9 @@ def test_decode_prefill_and_chunks_agree(heads: int, kv_heads: int, dim: int, wi
     q = randn(tokens, heads, dim)
     k, v = randn(tokens, kv_heads, dim, seed=1), randn(tokens, kv_heads, dim, seed=2)
     sinks = randn(heads, seed=3, dtype=torch.float32)
-    cache = torch.zeros(5, 16, kv_heads, dim, dtype=BF16), torch.zeros(
-        5, 16, kv_heads, dim, dtype=BF16
+    cache = (
+        torch.zeros(5, 16, kv_heads, dim, dtype=BF16),
+        torch.zeros(5, 16, kv_heads, dim, dtype=BF16),
     )
     ops.kv_cache_write(k, v, torch.arange(tokens), *cache)
     whole = ops.attention_prefill(q, k, v, int32(0, tokens), sinks=sinks, window=window)
@@ -308,7 +307,5 @@ def test_decode_prefill_and_chunks_agree(heads: int, kv_heads: int, dim: int, wi
             assert torch.equal(chunk, whole[rows]), (size, start)
     # Two requests beside each other, the second the first one's twin.
     twice = [torch.cat([t, t]) for t in (q, k, v)]
-    both = ops.attention_prefill(
-        *twice, int32(0, tokens, 2 * tokens), sinks=sinks, window=window
-    )
+    both = ops.attention_prefill(*twice, int32(0, tokens, 2 * tokens), sinks=sinks, window=window)
     assert torch.equal(both, torch.cat([whole, whole]))

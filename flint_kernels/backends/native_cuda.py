@@ -128,6 +128,7 @@ def kv_cache_write(
     k_cache: Tensor,
     v_cache: Tensor,
     enable_pdl: bool = False,
+    **_: object,
 ) -> None:
     if slot_mapping.numel() > 0:
         _native.kv_cache_write_cuda_out(

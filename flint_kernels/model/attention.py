@@ -113,6 +113,6 @@ class Attention(FormatModule):
             workspace=cache.workspace,
         )
         if windowed:
-            calls.kv_cache_write(k, v, batch.window_slots, k_cache, v_cache)
+            calls.kv_cache_write(k, v, batch.window_slots, k_cache, v_cache, mixed)
         out: Tensor = self.o_proj(mixed.flatten(1))
         return out

@@ -180,7 +180,7 @@ def qk_norm_rope_kv_write(
 
 @op(
     "kv_cache_write(Tensor k, Tensor v, Tensor slot_mapping, Tensor(a!) k_cache, "
-    "Tensor(b!) v_cache, *, bool enable_pdl=False) -> ()",
+    "Tensor(b!) v_cache, Tensor? after=None, *, bool enable_pdl=False) -> ()",
     values=_write_values,
 )
 def kv_cache_write(
@@ -189,6 +189,7 @@ def kv_cache_write(
     slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    after: torch.Tensor | None = None,
     *,
     enable_pdl: bool = False,
 ) -> tuple[()]:
@@ -202,6 +203,9 @@ def kv_cache_write(
         slot_mapping: [at most M], int32 or int64; -1 and rows beyond the last slot are skipped. No
             two rows may name one slot.
         k_cache, v_cache: as in `qk_norm_rope_kv_write`. Written in place.
+        after: any tensor on the same device, of which nothing is read: what has to be computed
+            before. A compiler may move a read of the cache behind this write, for which it copies
+            the cache; naming the read's result here keeps the order, and the copy away.
         enable_pdl: launch with programmatic dependent launch (GPU only).
 
     Values: a slot outside the cache or named twice is an error on the CPU and with
@@ -221,4 +225,6 @@ def kv_cache_write(
             f"at most {k.shape[0]}, the number of rows",
             "Give one slot a row.",
         )
+    if after is not None:
+        check.tensor("after", after, (after.dtype,))
     return ()
