@@ -1,14 +1,13 @@
 // Binds the CPU's BF16 row kernels to torch as ops of the private namespace `flint_native`.
-#include "torch/binding.h"
+#include <algorithm>
+#include <vector>
 
 #include "cpu/attention.h"
 #include "cpu/kv_write.h"
 #include "cpu/norm.h"
 #include "cpu/parallel.h"
 #include "cpu/routing.h"
-
-#include <algorithm>
-#include <vector>
+#include "torch/binding.h"
 
 namespace flint {
 namespace {
@@ -85,8 +84,9 @@ void qk_norm_rope_kv_write_out(const Tensor& qkv, const Tensor& q_weight, const 
 }
 
 // One call serves decode and prefill. With a chunk (prefill), request b has the query rows
-// bounds[b] ... bounds[b + 1] - 1, and each sees `context[b]` paged positions, then the chunk's rows
-// up to its own. Without one (decode), row b sees `context[b]` paged positions, its own the last.
+// bounds[b] ... bounds[b + 1] - 1, and each sees `context[b]` paged positions, then the chunk's
+// rows up to its own. Without one (decode), row b sees `context[b]` paged positions, its own the
+// last.
 void attention_out(const Tensor& q, std::optional<Tensor> chunk_k, std::optional<Tensor> chunk_v,
                    std::optional<Tensor> k_cache, std::optional<Tensor> v_cache,
                    std::optional<Tensor> table, std::optional<Tensor> context,
