@@ -486,11 +486,11 @@ def test_Q1_every_scale_byte_is_taken_or_refused_as_the_reference_does() -> None
     for byte in range(256):
         blocks = torch.full((3, 5 * 36), 0x21, dtype=torch.uint8)
         blocks[1, 2 * 36 + 3] = byte
-        want = outcome(nvfp4.gguf_to_modelopt, blocks)
+        want = outcome(ops.gguf_to_modelopt, blocks)
         assert outcome(ops.gguf_to_modelopt, blocks.to(GPU)) == want, byte
         weight, scale = nvfp4.gguf_to_modelopt(torch.full((3, 5 * 36), 0x21, dtype=torch.uint8))
         scale.view(torch.uint8)[2, 7] = byte
-        want = outcome(nvfp4.modelopt_to_gguf, weight, scale)
+        want = outcome(ops.modelopt_to_gguf, weight, scale)
         assert outcome(ops.modelopt_to_gguf, weight.to(GPU), scale.to(GPU)) == want, byte
 
 
