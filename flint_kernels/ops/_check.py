@@ -15,6 +15,16 @@ FLOAT = (torch.float32,)
 INT32 = (torch.int32,)
 
 
+def _fits(sizes: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    if len(sizes) != len(wanted):
+        return False
+    # A loop, not all(): no generator for each of the many tensors of a step.
+    for size, want in zip(sizes, wanted, strict=True):  # noqa: SIM110
+        if want is not None and size != want:
+            return False
+    return True
+
+
 class Checker:
     """Checks the arguments of one call; `reference` fixes the device all tensors must share."""
 
@@ -52,10 +62,7 @@ class Checker:
                 argument, tensor.dtype, wanted, remedy or "Convert it before the call.", TypeError
             )
         if shape is not None:
-            fits = tensor.dim() == len(shape) and all(
-                want is None or size == want for size, want in zip(tensor.shape, shape, strict=True)
-            )
-            if not fits:
+            if not _fits(tensor.shape, shape):
                 wanted = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
                 self.fail(
                     argument,

@@ -33,6 +33,8 @@ from flint_kernels.ops._overlap import overlap, overlaps_itself, span
 NAMESPACE = "flint"
 VALUE_CHECKS_VARIABLE = "FLINT_KERNELS_CHECK_VALUES"
 
+_MOST_REMEMBERED = 1024  # of an op; serving has a few shapes, a sweep over sizes has many
+
 # "FRAGMENT": a native library may add to the namespace in the same process.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -70,6 +72,8 @@ class Declaration:
     parameters: dict[str, Any]  # name -> default, or inspect.Parameter.empty
     mutates: tuple[str, ...] = ()  # the arguments that are written in place
     bodies: dict[str, Body] = field(default_factory=dict)
+    # Calls whose arguments have passed, by what the checks see of them.
+    passed: dict[tuple[Any, ...], tuple[Spec, ...]] = field(default_factory=dict)
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Every argument by name; the dispatcher leaves trailing defaults out."""
@@ -172,6 +176,26 @@ def _check(declaration: Declaration, bound: dict[str, Any]) -> tuple[Spec, ...]:
     return specs if isinstance(specs, tuple) else (specs,) if specs is not None else ()
 
 
+def _check_once(declaration: Declaration, bound: dict[str, Any]) -> tuple[Spec, ...]:
+    """`_check` of real tensors, remembered: it sees shapes, strides, types and host values alone,
+    and a decode step makes the same few calls again and again."""
+    key = tuple(
+        (value.shape, value.stride(), value.dtype, value.device)
+        if isinstance(value, torch.Tensor)
+        else tuple(value)
+        if isinstance(value, list)
+        else value
+        for value in bound.values()
+    )
+    specs = declaration.passed.get(key)
+    if specs is None:
+        specs = _check(declaration, bound)
+        if len(declaration.passed) >= _MOST_REMEMBERED:
+            declaration.passed.clear()
+        declaration.passed[key] = specs
+    return specs
+
+
 def _check_values(declaration: Declaration, bound: dict[str, Any]) -> None:
     if declaration.values is None:
         return
@@ -243,7 +267,7 @@ def _functional_fake(declaration: Declaration) -> Body:
 def _functional_body(declaration: Declaration, body: Body) -> Body:
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = declaration.bind(args, kwargs)
-        specs = _check(declaration, bound)
+        specs = _check_once(declaration, bound)
         _check_memory(declaration, bound, {})
         _check_values(declaration, bound)
         results = body(**bound)
