@@ -19,7 +19,7 @@ def _fits(sizes: Sequence[int], wanted: Sequence[int | None]) -> bool:
     if len(sizes) != len(wanted):
         return False
     # A loop, not all(): no generator for each of the many tensors of a step.
-    for size, want in zip(sizes, wanted, strict=True):  # noqa: SIM110
+    for size, want in zip(sizes, wanted, strict=True):
         if want is not None and size != want:
             return False
     return True
@@ -61,15 +61,14 @@ class Checker:
             self.fail(
                 argument, tensor.dtype, wanted, remedy or "Convert it before the call.", TypeError
             )
-        if shape is not None:
-            if not _fits(tensor.shape, shape):
-                wanted = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
-                self.fail(
-                    argument,
-                    f"shape {list(tensor.shape)}",
-                    f"shape {wanted}",
-                    remedy or "See the op's documentation for how the sizes hang together.",
-                )
+        if shape is not None and not _fits(tensor.shape, shape):
+            wanted = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
+            self.fail(
+                argument,
+                f"shape {list(tensor.shape)}",
+                f"shape {wanted}",
+                remedy or "See the op's documentation for how the sizes hang together.",
+            )
 
     def rows(self, argument: str, tensor: torch.Tensor, last: int | None = None) -> None:
         """An activation of shape [..., last], at least one-dimensional."""
