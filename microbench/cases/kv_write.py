@@ -104,7 +104,7 @@ def kernel(buffers: Buffers) -> Outputs:
 
 
 def kernel_into(buffers: Buffers, *, enable_pdl: bool) -> Outputs:
-    """The kernel without the copies with which the op fills given buffers."""
+    """The kernel alone, into given buffers: none of the op's Python stands between launches."""
     q, k = buffers.q, buffers.k
     assert q is not None
     assert k is not None
