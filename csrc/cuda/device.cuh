@@ -86,6 +86,12 @@ __device__ __forceinline__ uint2 load_weight(const uint2* from) {
   return value;
 }
 
+__device__ __forceinline__ float load_weight(const float* from) {
+  float value;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+}
+
 // ------------------------------------------------------------------------------ BF16
 
 // An element of a tensor: BF16 as its bits, or FP32.

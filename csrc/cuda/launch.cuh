@@ -9,20 +9,56 @@
 
 namespace flint::cuda {
 
-// Shared memory is static in all kernels of rows.
+// How a kernel is spread: `shared_bytes` of dynamic shared memory a CTA, `cluster` CTAs that run
+// together and read each other's shared memory (1: none).
+struct Shape {
+  dim3 grid;
+  dim3 block;
+  size_t shared_bytes = 0;
+  unsigned cluster = 1;
+};
+
+inline constexpr size_t kSharedWithoutAsking = 48 * 1024;  // what every kernel may have
+inline constexpr unsigned kPortableCluster = 8;
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(const Launch& launch, const Shape& shape, void (*kernel)(Parameters...),
+                          Arguments&&... arguments) {
+  if (shape.shared_bytes > kSharedWithoutAsking) {
+    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            static_cast<int>(shape.shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
+  if (shape.cluster > kPortableCluster) {
+    const auto error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (launch.pdl) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {shape.cluster, 1, 1};
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = launch.stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+// Shared memory is static in the kernels of rows.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(const Launch& launch, dim3 grid, dim3 block,
                           void (*kernel)(Parameters...), Arguments&&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = launch.stream;
-  config.attrs = &attribute;
-  config.numAttrs = launch.pdl ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+  return launch_kernel(launch, Shape{grid, block}, kernel, std::forward<Arguments>(arguments)...);
 }
 
 }  // namespace flint::cuda

@@ -1,0 +1,45 @@
+// Products of a few tokens (1 to 8) with a matrix of weights, NVFP4 or BF16. No torch here.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/launch.h"
+
+namespace flint::cuda {
+
+inline constexpr int kMostShards = 4;
+
+// Weights as ModelOpt has them: codes [rows, width / 2], scales [rows, width / 16]; or BF16
+// [rows, width] with `scales` null.
+struct WeightMatrix {
+  const void* elements;
+  const void* scales;
+};
+
+enum class LinearOutput : int {
+  kRounded,     // [tokens, rows] BF16
+  kSiluAndMul,  // [tokens, rows / 2] BF16: gate rows, then up rows, each rounded before the gate
+  kLogits,      // [tokens, rows] fp32, not rounded
+};
+
+// out = scale_2 * sum(x * weight). Row r has the global scale of its shard, the first whose end is
+// above r. A token's bits depend on the token alone.
+struct Linear {
+  WeightMatrix weight;
+  const float* scale_2;  // [shards], on the device; null for BF16
+  int shards;
+  int64_t shard_end[kMostShards];
+  const void* x;     // [tokens, width] BF16, x_stride elements apart
+  int64_t x_stride;
+  void* out;         // dense
+  int64_t rows;      // of the weight
+  int tokens, width;
+  LinearOutput output;
+};
+
+// Whether the kernels take these sizes and addresses; others are for a general body.
+bool linear_fits(const Linear& linear);
+
+cudaError_t linear(const Linear& linear, const Launch& launch);
+
+}  // namespace flint::cuda
