@@ -1,9 +1,11 @@
 """Times the kernels of this project beside their peers, on a GPU.
 
     python -m microbench.kernels --output docs/results/h200
+    python -m microbench.kernels --file decode_kernels --output docs/results/h200
     python -m microbench.kernels --only rms_norm
 
-Prints a table; with --output it also writes kernels.json there. Cases:
+Prints a table; with --output it also writes the rows there, in the file of each benchmark
+(kernels.json, decode_kernels.json), and the roofs with them. Cases:
 
     M=1         launches of their own, inputs cold, each after the one before it
     M=1 hot     the same over one set of buffers, which stays in the L2
@@ -69,6 +71,7 @@ def rows_of(
             subject.case,
             "us",
             times_us[subject.name],
+            checkpoint=group.checkpoint,
             floor=floor_us,
             peer=best,
             peer_median=peers.get(best, 0.0),
@@ -93,11 +96,12 @@ def line(row: results.Row) -> tuple[str, ...]:
     """One line of the printed table; the rate is that of the resource that binds."""
     median, floor, peer = row["median"], row["floor"], row["peer_median"]
     spread = f"{row['p20']:.3f}", f"{row['p80']:.3f}"
+    case = f"{row['case']} {row['checkpoint']}".rstrip()
     if row["metric"] != "us":
-        return row["bench"], row["case"], "", *spread, f"{median:.0f} {row['metric']}", *[""] * 5
+        return row["bench"], case, "", *spread, f"{median:.0f} {row['metric']}", *[""] * 5
     return (
         row["bench"],
-        row["case"],
+        case,
         f"{median:.3f}",
         *spread,
         rate(row),
@@ -128,31 +132,35 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def run(names: Sequence[str], timer: Timer) -> tuple[list[results.Row], list[str]]:
-    """The rows of the named benchmarks, and what failed; a failure does not stop the others."""
+def run(names: Sequence[str], timer: Timer) -> tuple[dict[str, list[results.Row]], list[str]]:
+    """The rows of the named benchmarks for each file, with those of the roofs first, and what
+    failed; a failure does not stop the others."""
     device = torch.device("cuda", torch.cuda.current_device())
     start = time.monotonic()
     roof, rows = roofs.measure(timer)
     print(f"{time.monotonic() - start:6.1f} s  roofs", file=sys.stderr, flush=True)
+    found = {cases.FILES[name]: list(rows) for name in names}
     failures = []
     for name in names:
         for group in cases.REGISTRY[name](device):
             try:
                 measured, problems = measure(group, timer, roof)
-                rows += measured
+                found[cases.FILES[name]] += measured
                 failures += problems
             except Exception:
                 failures.append(f"{group.label}:\n{traceback.format_exc()}")
             print(f"{time.monotonic() - start:6.1f} s  {group.label}", file=sys.stderr, flush=True)
-    return rows, failures
+    return found, failures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     registry = cases.load()
-    usual = [name for name in registry if name not in cases.ON_REQUEST]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="writes kernels.json there")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="writes FILE.json there")
     parser.add_argument("--only", choices=sorted(registry), action="append", metavar="NAME")
+    parser.add_argument(
+        "--file", choices=sorted(set(cases.FILES.values())), help="the benchmarks of this file"
+    )
     parser.add_argument("--rounds", type=int, default=31, metavar="N", help="timed replays of each")
     parser.add_argument("--commit", help="of the tree, where it is run without its git history")
     options = parser.parse_args(arguments)
@@ -161,15 +169,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reason = cuda.why_not(torch.device("cuda"))
     if reason is not None:
         parser.error(f"nothing of this project to time: {reason}")
+    names = options.only or [
+        name
+        for name in registry
+        if name not in cases.ON_REQUEST and options.file in (None, cases.FILES[name])
+    ]
     with torch.no_grad():
-        rows, failures = run(options.only or usual, Timer(options.rounds))
+        found, failures = run(names, Timer(options.rounds))
     if options.output:
         meta = results.describe("cuda", options.commit)
-        results.write(options.output / "kernels.json", rows, meta)
+        for file, rows in found.items():
+            results.write(options.output / f"{file}.json", rows, meta)
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)
-    print(aligned([HEAD, *map(line, rows)]))
-    print(f"{len(rows)} rows, {len(failures)} failures")
+    printed = [row for rows in found.values() for row in rows]
+    print(aligned([HEAD, *map(line, printed)]))
+    print(f"{len(printed)} rows, {len(failures)} failures")
     return 1 if failures else 0
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ Row = dict[str, Any]
 GPU = "h200"
 KERNELS_PLOT = ROOT / "docs" / "images" / f"kernels_{GPU}.svg"
 ROOF = "roof"  # the bench of the measured ceilings
+LAYERS = "moe_layer_chain"  # the bench of all layers behind each other
 # What the plot and the README show of the kernels; the table has all.
 SHOWN_ROWS = ("M=1", "M=8192")
 HEADLINES = {
@@ -129,9 +131,9 @@ def validate() -> str:
     return markdown(head, lines) + conditions(meta)
 
 
-def kernel_rows() -> tuple[dict[str, Any], list[Row]]:
+def kernel_rows(file: str = "kernels") -> tuple[dict[str, Any], list[Row]]:
     """meta and rows of the kernels' times."""
-    meta, rows = read(GPU, "kernels")
+    meta, rows = read(GPU, file)
     return meta, [row for row in rows if row["bench"] != ROOF]
 
 
@@ -174,6 +176,38 @@ def kernel_table(rows: Iterable[Row]) -> str:
         "best peer, µs",
     ]
     return markdown([*head, "times as fast"], lines)
+
+
+def decode_kernels(checkpoint: str) -> str:
+    """The kernels of a decode layer and the head, with the weights of one checkpoint."""
+    meta, rows = kernel_rows("decode_kernels")
+    shown = [row for row in rows if row["checkpoint"] == checkpoint and row["bench"] != LAYERS]
+    # The table is of one checkpoint: it need not stand in every line.
+    lines = [{**row, "checkpoint": ""} for row in shown]
+    return kernel_table(lines) + conditions(meta) if lines else NOT_MEASURED
+
+
+def layer_chain() -> str:
+    """All layers of a decode step behind each other, with PDL and without."""
+    meta, rows = kernel_rows("decode_kernels")
+    lines = []
+    for row in rows:
+        if row["bench"] != LAYERS:
+            continue
+        size = dict(part.split("=") for part in row["case"].split() if "=" in part)
+        lines.append(
+            [
+                CHECKPOINTS[row["checkpoint"]],
+                size["M"],
+                "no" if row["case"].endswith(" plain") else "yes",
+                figure(row),
+                number(row["floor"]),
+                f"{100 * row['floor'] / row['median']:.0f}%",
+                number(row["median"] / int(size["layers"])),
+            ]
+        )
+    head = ["checkpoint", "M", "PDL", "µs (20th to 80th percentile)", "floor, µs", "of the roof"]
+    return markdown([*head, "a layer, µs"], lines) + conditions(meta) if lines else NOT_MEASURED
 
 
 def roof() -> str:
@@ -257,8 +291,10 @@ def thinned(points: list[Row], count: int) -> list[Row]:
 
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu,
+    **{f"decode-kernels-{name}": partial(decode_kernels, name) for name in CHECKPOINTS},
     "kernel-headlines": kernel_headlines,
     "kernels": kernels,
+    "layer-chain": layer_chain,
     "roof": roof,
     "training": training,
     "validate": validate,

@@ -20,7 +20,7 @@ import torch
 
 from flint_kernels import ops, results
 from microbench import cases, kernels, plots, tables
-from microbench.cases import Group, Subject, activation, kv_write, norm
+from microbench.cases import Group, Subject, activation, decode, kv_write, norm
 from microbench.roofs import Roofs
 from microbench.timer import Launch, Plan, interleaved, plan, rotated
 
@@ -144,6 +144,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Group]]:
     """Groups of a benchmark on the CPU with up to 8 rows; no peer is compiled."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(kv_write, "POSITIONS", 1024)
+    monkeypatch.setattr(decode, "MODEL", decode.TINY)
     registry = cases.load()
 
     def of(name: str) -> list[Group]:
@@ -154,11 +155,20 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Group]]:
 
 
 BENCHES = sorted(set(cases.load()) - cases.ON_REQUEST)
+ROW_KERNELS = ["fused_add_rms_norm", "qk_norm_rope_kv_write", "rms_norm", "silu_and_mul"]
+DECODE_KERNELS = [
+    "ll_dense_down", "ll_dense_gate_up", "ll_down", "ll_gate_up", "ll_norm", "ll_o", "ll_qkv",
+    "ll_router", "lm_head",
+]  # fmt: skip
+LAYERS = "moe_layer_chain"  # a chain that is one launch: nothing of it is linked to another
+KERNELS = sorted(ROW_KERNELS + DECODE_KERNELS)
 
 
-def test_the_benchmarks_are_those_of_the_row_kernels() -> None:
-    assert BENCHES == ["fused_add_rms_norm", "qk_norm_rope_kv_write", "rms_norm", "silu_and_mul"]
+def test_the_benchmarks_are_those_of_the_kernels() -> None:
+    assert sorted([*KERNELS, LAYERS]) == BENCHES
     assert {"rms_norm_plans"} == cases.ON_REQUEST
+    files = dict.fromkeys([*ROW_KERNELS, *cases.ON_REQUEST], "kernels")
+    assert files | dict.fromkeys([*DECODE_KERNELS, LAYERS], "decode_kernels") == cases.FILES
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -175,17 +185,20 @@ def test_kernels_and_peers_compute_the_same(
         ]
 
 
-@pytest.mark.parametrize("name", BENCHES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_cases_are_named_once_and_chains_have_both_launches(
     name: str, groups: Callable[[str], list[Group]]
 ) -> None:
-    named = [s.case for group in groups(name) for s in group.subjects if s.case]
+    named = [(s.case, group.checkpoint) for group in groups(name) for s in group.subjects if s.case]
     assert len(set(named)) == len(named)
-    for case in named:
+    for case, checkpoint in named:
         if case.endswith(" pdl"):
-            assert case.removesuffix(" pdl") in named
-            assert case.replace(" pdl", " chain") in named
-    assert any(case.endswith(" pdl") for case in named)
+            assert (case.removesuffix(" pdl"), checkpoint) in named
+            assert (case.replace(" pdl", " chain"), checkpoint) in named
+    assert any(case.endswith(" pdl") for case, _ in named)
+    if name in DECODE_KERNELS:
+        wanted = {f"M={rows}{mode}" for rows in (1, 8) for mode in ("", " pdl", " chain")}
+        assert set(named) == {(case, of) for case in wanted for of in ("nvfp4", "bf16")}
 
 
 def chains(found: list[Group]) -> Iterator[tuple[Group, Subject]]:
@@ -195,15 +208,16 @@ def chains(found: list[Group]) -> Iterator[tuple[Group, Subject]]:
                 yield group, subject
 
 
-@pytest.mark.parametrize("name", BENCHES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_each_launch_of_a_chain_depends_on_the_first(
     name: str, groups: Callable[[str], list[Group]]
 ) -> None:
     def last_output(group: Group, subject: Subject, change: bool) -> torch.Tensor:
-        sets = [group.make(index) for index in range(4)]
+        # A few rows of a decode step are linked by memory: other rows of the next launch depend.
+        sets = [group.make(index) for index in range(4 if name in ROW_KERNELS else 2)]
         if change:
             first = sets[0].qkv if name == "qk_norm_rope_kv_write" else sets[0].x
-            first[:, ::2] *= -1
+            first *= -1
         outputs = [subject.call(buffers) for buffers in subject.arrange(sets)]
         return outputs[-1][0]
 
@@ -213,15 +227,111 @@ def test_each_launch_of_a_chain_depends_on_the_first(
         ), group.label
 
 
-@pytest.mark.parametrize("name", BENCHES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_values_of_a_chain_neither_die_nor_explode(
     name: str, groups: Callable[[str], list[Group]]
 ) -> None:
-    group, subject = next(chains(groups(name)))
-    sets = subject.arrange([group.make(index) for index in range(512)])
-    for buffers in sets:
-        [first, *_] = subject.call(buffers)
-    assert 0.1 < float(first.float().std()) < 10
+    for checkpoint in ("", "nvfp4", "bf16"):
+        found = [each for each in chains(groups(name)) if each[0].checkpoint == checkpoint]
+        for group, subject in found[:1]:
+            sets = subject.arrange([group.make(index) for index in range(512)])
+            for buffers in sets:
+                [first, *_] = subject.call(buffers)
+            assert 0.1 < float(first.float().std()) < 10
+
+
+@pytest.mark.parametrize("name", DECODE_KERNELS)
+def test_a_chains_launch_reads_the_memory_that_the_one_before_it_wrote(
+    name: str, groups: Callable[[str], list[Group]]
+) -> None:
+    for group, subject in chains(groups(name)):
+        plain = [group.make(index) for index in range(3)]
+        for before, after in itertools.pairwise(subject.arrange(plain)):
+            read = {key: after.arguments[key] for key in plain[0].links}
+            for tensor in read.values():
+                assert any(shares_memory(tensor, out) for out in before.outputs.values())
+                assert not any(shares_memory(tensor, out) for out in after.outputs.values())
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
+def test_the_last_logits_are_the_last_row(groups: Callable[[str], list[Group]]) -> None:
+    """Where the head's chain takes its inputs from: every other element is 0."""
+    for group, subject in chains(groups("lm_head")):
+        [first, second] = subject.arrange([group.make(index) for index in range(2)])
+        subject.call(first)
+        assert not second.x[:, ::2].any()
+        odd = first.x[-1, 1::2].repeat(len(second.x))
+        assert torch.equal(second.x[:, 1::2].flatten(), odd)
+
+
+def test_experts_have_their_turn() -> None:
+    for rows in (1, 8):
+        ids = [decode.choice(rows, index, CPU) for index in range(300)]
+        assert all(each.unique().numel() == rows * 6 for each in ids)
+        assert torch.equal(ids[0].flatten(), ids[0].flatten().sort().values)
+        apart = decode.FLINT.experts // (rows * 6)
+        assert torch.cat(ids[:apart]).unique().numel() == apart * rows * 6
+
+
+def test_pools_hold_more_than_an_l2(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def make(index: int) -> dict[str, torch.Tensor]:
+        made.append(index)
+        return {"weight": torch.full((1000,), index, dtype=torch.uint8)}
+
+    monkeypatch.setattr(decode, "l2_bytes", lambda _: 10_000)
+    pool = decode.Pool(make, CPU)
+    taken = [int(pool[index]["weight"][0]) for index in range(40)]
+    assert made == list(range(31))
+    assert taken == [index % 31 for index in range(40)]
+    monkeypatch.setattr(decode, "l2_bytes", lambda _: 10)
+    assert [int(decode.Pool(make, CPU)[index]["weight"][0]) for index in range(4)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("checkpoint", ["nvfp4", "bf16"])
+def test_the_layers_depend_on_each_other(
+    checkpoint: str, groups: Callable[[str], list[Group]]
+) -> None:
+    """A change of the first residual reaches the end, and each layer's weights play a part."""
+    [small, large] = [g for g in groups(LAYERS) if g.checkpoint == checkpoint]
+    assert small.bytes < large.bytes < 8 * small.bytes
+    subject = small.subjects[0]
+    chain = small.make(0)
+    assert len(chain.plan) == 7 * decode.TINY.layers
+    want = [output.clone() for output in subject.call(chain)]
+    assert all(torch.equal(a, b) for a, b in zip(want, subject.call(chain), strict=True))
+    for output in want:
+        assert 0.1 < float(output.float().std()) < 30
+    for _, arguments, _ in chain.plan:
+        for name, value in arguments.items():
+            if name in ("weight", "w13", "w2", "k_cache", "router_weight"):
+                kept = value.clone()
+                value.zero_()
+                got = subject.call(chain)
+                assert not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
+                value.copy_(kept)
+    chain.plan[0][1]["residual"].mul_(-1)
+    assert not torch.equal(subject.call(chain)[1], want[1])
+
+
+def test_a_stand_in_for_attention_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from microbench.cases import moe_layer_chain
+
+    monkeypatch.setattr(decode, "MODEL", decode.TINY)
+    calls: list[bool] = []
+
+    def stand_in(arguments: dict[str, Any], out: torch.Tensor, *, enable_pdl: bool) -> None:
+        calls.append(enable_pdl)
+        out.copy_(arguments["q"])
+
+    layers = moe_layer_chain.Layers("bf16", CPU)
+    chain = moe_layer_chain.Chain(layers, 1, stand_in)
+    chain.launch(enable_pdl=True)
+    assert calls == [True] * decode.TINY.layers
 
 
 def test_a_chain_of_norms_is_the_op_after_the_op() -> None:
@@ -340,7 +450,11 @@ def test_every_group_is_measured_from_buffers_to_rows(
         for row in rows:
             assert row["sets"] == (1 if group.hot else 5 if group.chained else 3)
             assert row["floor"] == group.bytes / 4e6
-            assert set(row["peers"]) == {"torch", "torch.compile"}
+            assert row["checkpoint"] == group.checkpoint
+            if name in ROW_KERNELS:
+                assert set(row["peers"]) == {"torch", "torch.compile"}
+            else:
+                assert (row["peer"] == "") == (name == LAYERS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
@@ -383,7 +497,10 @@ def test_without_rows_tables_say_so_and_there_is_no_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    for name in ("kernels", "kernel-headlines", "roof"):
+    for name in (
+        "kernels", "kernel-headlines", "roof", "decode-kernels-nvfp4", "decode-kernels-bf16",
+        "layer-chain",
+    ):  # fmt: skip
         assert tables.TABLES[name]() == "*Not measured in this version.*"
     assert set(tables.drawings().values()) == {None}
 
@@ -399,6 +516,29 @@ def test_tables_are_made_of_rows(measured: Path) -> None:
     headlines = tables.TABLES["kernel-headlines"]()
     assert headlines.count("| `") == 2
     assert "hot" not in headlines
+
+
+def test_tables_of_decoding_are_made_of_rows(measured: Path) -> None:
+    more = {"peer": "torch.mm", "peer_median": 9.0, "bytes": 1, "flop": 0}
+    rows = [
+        results.row("roof", "copy, 1 MiB", "GB/s", [4000.0]),
+        results.row("ll_o", "M=1 pdl", "us", [3.0], floor=1.2, checkpoint="nvfp4", **more),
+        results.row("ll_o", "M=1 pdl", "us", [6.0], floor=4.0, checkpoint="bf16", **more),
+        results.row("moe_layer_chain", "M=1 layers=49", "us", [980.0], floor=294.0,
+                    checkpoint="nvfp4"),
+        results.row("moe_layer_chain", "M=8 layers=49 plain", "us", [1470.0], floor=294.0,
+                    checkpoint="bf16"),
+    ]  # fmt: skip
+    results.write(measured / "h200" / "decode_kernels.json", rows, META)
+    nvfp4, bf16 = (tables.TABLES[f"decode-kernels-{name}"]() for name in ("nvfp4", "bf16"))
+    assert "| `ll_o` | M=1 pdl | 3 (3 to 3) | 1.2 | 40% | torch.mm: 9 | 3.00 |" in nvfp4
+    assert "| `ll_o` | M=1 pdl | 6 (6 to 6) | 4 | 67% | torch.mm: 9 | 1.50 |" in bf16
+    assert nvfp4.count("ll_o") == 1
+    assert "moe_layer_chain" not in nvfp4
+    chain = tables.TABLES["layer-chain"]()
+    assert "| NVFP4 | 1 | yes | 980 (980 to 980) | 294 | 30% | 20 |" in chain
+    assert "| BF16 | 8 | no | 1470 (1470 to 1470) | 294 | 20% | 30 |" in chain
+    assert "commit 0123456789ab." in chain
 
 
 def test_the_plot_shows_cases_by_their_own_launches(measured: Path) -> None:

@@ -23,6 +23,7 @@ Groups = Callable[[torch.device], "Iterator[Group]"]
 
 REGISTRY: dict[str, Groups] = {}
 ON_REQUEST: set[str] = set()  # those that run only when they are named
+FILES: dict[str, str] = {}  # where the rows of a benchmark go, without .json
 
 # Two correct bodies in BF16 differ by a rounding here and there, 2^-9 of a value; this is a guard
 # against timing what computes something else. The tests hold the kernels to far less.
@@ -37,12 +38,14 @@ class Subject:
     call: launches the work of one set of buffers and returns its outputs.
     case: the case of its row; "" for a peer, which has none.
     arrange: what is done to a group's sets for this subject (chained, shared).
+    part: a peer that does a part of the work only, as its name says; its outputs are not compared.
     """
 
     name: str
     call: Callable[[Buffers], Outputs]
     case: str = ""
     arrange: Arrange = list
+    part: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Group:
     bytes: each input read once, each output written once. flop: where arithmetic may be the bound.
     make: the buffers of launch number i. hot: all launches share one set, which stays in the L2.
     chained: each launch has a set of its own, since it reads what the one before it wrote.
+    checkpoint: whose weights these are.
+    compared: in how many of the outputs the subjects have to agree; None: in all.
     """
 
     bench: str
@@ -61,15 +66,20 @@ class Group:
     flop: int = 0
     hot: bool = False
     chained: bool = False
+    checkpoint: str = ""
+    compared: int | None = None
 
     @property
     def label(self) -> str:
-        return f"{self.bench} {self.subjects[0].case}"
+        return f"{self.bench} {self.subjects[0].case} {self.checkpoint}".rstrip()
 
 
-def bench(name: str, *, on_request: bool = False) -> Callable[[Groups], Groups]:
+def bench(
+    name: str, *, file: str = "kernels", on_request: bool = False
+) -> Callable[[Groups], Groups]:
     def add(groups: Groups) -> Groups:
         REGISTRY[name] = groups
+        FILES[name] = file
         if on_request:
             ON_REQUEST.add(name)
         return groups
@@ -114,14 +124,18 @@ def checked(group: Group) -> tuple[Group, list[str]]:
     for subject in group.subjects:
         [buffers] = subject.arrange([group.make(0)])
         try:
-            outputs[subject.name] = [output.float() for output in subject.call(buffers)]
+            got = subject.call(buffers)
+            outputs[subject.name] = [output.float() for output in got[: group.compared]]
         except Exception as error:
             if subject.case:
                 raise
             problems.append(f"{group.label}: peer {subject.name} cannot run: {error}")
-    reference = list(outputs)[-1]
-    for name, got in outputs.items():
-        for index, (output, want) in enumerate(zip(got, outputs[reference], strict=True)):
+    usable = [subject for subject in group.subjects if subject.name in outputs]
+    whole = [subject.name for subject in usable if not subject.part]
+    reference = whole[-1]
+    for name in whole:
+        pairs = zip(outputs[name], outputs[reference], strict=True)
+        for index, (output, want) in enumerate(pairs):
             distance = float((output - want).norm() / want.norm())
             if not distance < _AGREEMENT:  # so that NaN fails
                 raise RuntimeError(
@@ -129,5 +143,4 @@ def checked(group: Group) -> tuple[Group, list[str]]:
                     f"{reference}, relatively, want less than {_AGREEMENT}; nothing is timed that "
                     "computes something else"
                 )
-    usable = [subject for subject in group.subjects if subject.name in outputs]
     return replace(group, subjects=usable), problems

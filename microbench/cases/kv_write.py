@@ -44,8 +44,8 @@ class Buffers:
         )  # fmt: skip
 
 
-def cache(blocks: int, device: torch.device) -> Tensor:
-    memory = torch.zeros(blocks, KV_HEADS, PAGE, DIM, dtype=torch.bfloat16, device=device)
+def cache(blocks: int, device: torch.device, kv_heads: int = KV_HEADS, dim: int = DIM) -> Tensor:
+    memory = torch.zeros(blocks, kv_heads, PAGE, dim, dtype=torch.bfloat16, device=device)
     return memory.permute(0, 2, 1, 3)
 
 

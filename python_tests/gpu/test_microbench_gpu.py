@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from microbench import cases, kernels, timer
+from microbench.cases import decode
 from microbench.roofs import Roofs
 from microbench.timer import Timer
 
@@ -31,7 +32,13 @@ def test_every_launch_of_every_replay_runs(hot: bool) -> None:
     assert counters.tolist() == [[replays + 1] * 3 + [replays] * 4] * 2
 
 
-@pytest.mark.parametrize("name", sorted(set(cases.load()) - cases.ON_REQUEST))
+def benches(file: str) -> list[str]:
+    return sorted(
+        name for name in set(cases.load()) - cases.ON_REQUEST if cases.FILES[name] == file
+    )
+
+
+@pytest.mark.parametrize("name", benches("kernels"))
 @torch.no_grad()
 def test_rows_of_every_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row: apart, hot, chained and with PDL; the kernels agree with the peers."""
@@ -49,3 +56,23 @@ def test_rows_of_every_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert 0 < row["p20"] <= row["median"] <= row["p80"]
             endings.add(row["case"].split()[-1])
     assert {"hot", "chain", "pdl"} < endings
+
+
+@pytest.mark.parametrize("name", benches("decode_kernels"))
+@torch.no_grad()
+def test_rows_of_decoding_at_small_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every case and both checkpoints; kernels agree with peers, with and without PDL."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(decode, "MODEL", decode.TINY)
+    monkeypatch.setattr(timer, "_MOST_LAUNCHES", 16)  # nothing is measured
+    device = torch.device("cuda", torch.cuda.current_device())
+    roofs = Roofs(bytes_a_us=4e6, flop_a_us=8e8)
+    found = []
+    for group in cases.REGISTRY[name](device):
+        rows, problems = kernels.measure(group, Timer(ROUNDS), roofs)
+        assert not problems
+        for row in rows:
+            assert 0 < row["p20"] <= row["median"] <= row["p80"]
+            assert row["floor"] > 0
+            found.append((row["checkpoint"], row["case"]))
+    assert len(set(found)) == len(found) == (8 if name == "moe_layer_chain" else 12)
