@@ -142,14 +142,18 @@ def run(names: Sequence[str], timer: Timer) -> tuple[dict[str, list[results.Row]
     found = {cases.FILES[name]: list(rows) for name in names}
     failures = []
     for name in names:
-        for group in cases.REGISTRY[name](device):
-            try:
-                measured, problems = measure(group, timer, roof)
-                found[cases.FILES[name]] += measured
-                failures += problems
-            except Exception:
-                failures.append(f"{group.label}:\n{traceback.format_exc()}")
-            print(f"{time.monotonic() - start:6.1f} s  {group.label}", file=sys.stderr, flush=True)
+        try:
+            for group in cases.REGISTRY[name](device):
+                try:
+                    measured, problems = measure(group, timer, roof)
+                    found[cases.FILES[name]] += measured
+                    failures += problems
+                except Exception:
+                    failures.append(f"{group.label}:\n{traceback.format_exc()}")
+                seconds = time.monotonic() - start
+                print(f"{seconds:6.1f} s  {group.label}", file=sys.stderr, flush=True)
+        except Exception:  # in what makes the groups
+            failures.append(f"{name}:\n{traceback.format_exc()}")
     return found, failures
 
 

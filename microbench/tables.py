@@ -181,7 +181,11 @@ def kernel_table(rows: Iterable[Row]) -> str:
 def decode_kernels(checkpoint: str) -> str:
     """The kernels of a decode layer and the head, with the weights of one checkpoint."""
     meta, rows = kernel_rows("decode_kernels")
-    shown = [row for row in rows if row["checkpoint"] == checkpoint and row["bench"] != LAYERS]
+    shown = [
+        row
+        for row in rows
+        if row["checkpoint"] == checkpoint and not row["bench"].startswith(LAYERS)
+    ]
     # The table is of one checkpoint: it need not stand in every line.
     lines = [{**row, "checkpoint": ""} for row in shown]
     return kernel_table(lines) + conditions(meta) if lines else NOT_MEASURED

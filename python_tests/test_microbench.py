@@ -166,9 +166,10 @@ KERNELS = sorted(ROW_KERNELS + DECODE_KERNELS)
 
 def test_the_benchmarks_are_those_of_the_kernels() -> None:
     assert sorted([*KERNELS, LAYERS]) == BENCHES
-    assert {"rms_norm_plans"} == cases.ON_REQUEST
-    files = dict.fromkeys([*ROW_KERNELS, *cases.ON_REQUEST], "kernels")
-    assert files | dict.fromkeys([*DECODE_KERNELS, LAYERS], "decode_kernels") == cases.FILES
+    assert {"rms_norm_plans", f"{LAYERS}_without_attention"} == cases.ON_REQUEST
+    kernels_json = [name for name, file in cases.FILES.items() if file == "kernels"]
+    assert sorted(kernels_json) == sorted([*ROW_KERNELS, "rms_norm_plans"])
+    assert set(cases.FILES.values()) == {"kernels", "decode_kernels"}
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -330,8 +331,37 @@ def test_a_stand_in_for_attention_takes_its_place(monkeypatch: pytest.MonkeyPatc
 
     layers = moe_layer_chain.Layers("bf16", CPU)
     chain = moe_layer_chain.Chain(layers, 1, stand_in)
-    chain.launch(enable_pdl=True)
+    got = [output.clone() for output in chain.launch(enable_pdl=True)]
     assert calls == [True] * decode.TINY.layers
+    without = moe_layer_chain.Chain(layers, 1, None)
+    assert len(without.plan) == 6 * decode.TINY.layers
+    for one, two in zip(got, without.launch(enable_pdl=True), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_benchmark_that_cannot_be_made_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_: torch.device) -> Iterator[Group]:
+        yield group_of(Subject("flint", lambda _: (torch.ones(3),), "M=1"))
+        raise MemoryError("too many layers")
+
+    def good(_: torch.device) -> Iterator[Group]:
+        yield group_of(Subject("flint", lambda _: (torch.ones(3),), "M=8"))
+
+    monkeypatch.setattr(cases, "REGISTRY", {"broken": broken, "good": good})
+    monkeypatch.setattr(cases, "FILES", {"broken": "one", "good": "two"})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    roof = results.row("roof", "copy, 1 MiB", "GB/s", [4000.0])
+    monkeypatch.setattr(kernels.roofs, "measure", lambda _: (Roofs(4e6, 8e8), [roof]))
+    found, failures = kernels.run(["broken", "good"], UntimedTimer())  # type: ignore[arg-type]
+    assert [[row["case"] for row in rows] for rows in found.values()] == [
+        ["copy, 1 MiB", "M=1"],
+        ["copy, 1 MiB", "M=8"],
+    ]
+    assert list(found) == ["one", "two"]
+    [failure] = failures
+    assert "too many layers" in failure
 
 
 def test_a_chain_of_norms_is_the_op_after_the_op() -> None:

@@ -101,7 +101,9 @@ def expanded(name: str, arguments: Mapping[str, Tensor]) -> Tensor:
     """The weight of `weights` in BF16, for peers; it has one global scale."""
     if f"{name}_scale" not in arguments:
         return arguments[name]
-    values = ops.nvfp4_dequantize(arguments[name], arguments[f"{name}_scale"], None, torch.bfloat16)
+    values: Tensor = ops.nvfp4_dequantize(
+        arguments[name], arguments[f"{name}_scale"], None, torch.bfloat16
+    )
     return values.mul_(float(arguments[f"{name}_scale_2"].flatten()[0]))
 
 

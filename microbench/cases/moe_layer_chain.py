@@ -17,7 +17,7 @@ from torch import Tensor
 from flint_kernels import ops
 from flint_kernels.model import cos_sin_table
 from flint_kernels.ops import REGISTRY
-from microbench.cases import Group, Outputs, Subject, bench, decode, near_one, randn
+from microbench.cases import Group, Outputs, Subject, bench, decode, generator, near_one, randn
 from microbench.cases.decode import CHECKPOINTS, EPS, PAGE, launch_bytes
 from microbench.cases.kv_write import THETA
 
@@ -33,8 +33,8 @@ def window_attention(arguments: Arguments, out: Tensor, *, enable_pdl: bool) -> 
 
 
 # What stands in the chain for attention. Another kernel may be put here while one is written; it
-# has to take part in programmatic dependent launch, or the chain is none.
-ATTEND: Attend = window_attention
+# has to take part in programmatic dependent launch, or the chain is none. None: o_proj takes q.
+ATTEND: Attend | None = window_attention
 
 
 class Layers:
@@ -78,15 +78,15 @@ class Layers:
 class Chain:
     """The launches of all layers for `rows` requests, each beyond its window's first tokens."""
 
-    def __init__(self, layers: Layers, rows: int, attend: Attend) -> None:
+    def __init__(self, layers: Layers, rows: int, attend: Attend | None) -> None:
         m, device = decode.MODEL, layers.device
-        self.attend = attend
+        self._attend = attend
         self.plan: list[tuple[str, Arguments, dict[str, Tensor]]] = []
         self._rows, self._device = rows, device
         workspace = {"workspace": ops.make_workspace(device)}
         context = m.window + 5 * PAGE + 7
         pages = -(-context // PAGE)
-        table = torch.randperm(rows * pages, generator=decode.generator(device, 0), device=device)
+        table = torch.randperm(rows * pages, generator=generator(device, 0), device=device)
         table = table.int().view(rows, pages)
         lengths = torch.full((rows,), context, dtype=torch.int32, device=device)
         step = {
@@ -119,14 +119,16 @@ class Chain:
                 {"x": normed, **layer["qkv"], **step, **cache, **eps, **workspace},
                 {"q_out": q},
             )
-            self._add(
-                "attention_decode",
-                {"q": q, **cache, **seen, "sinks": sinks, **workspace},
-                {"out": attended},
-            )
+            if attend is not None:
+                self._add(
+                    "attention_decode",
+                    {"q": q, **cache, **seen, "sinks": sinks, **workspace},
+                    {"out": attended},
+                )
+            mixed_heads = q if attend is None else attended
             self._add(
                 f"{layers.checkpoint}_linear",
-                {"x": attended.view(rows, -1), **layer["o"]},
+                {"x": mixed_heads.view(rows, -1), **layer["o"]},
                 {"out": mixed},
             )
             self._add(
@@ -168,25 +170,29 @@ class Chain:
     def _add(self, op: str, arguments: Arguments, outputs: dict[str, Tensor]) -> None:
         self.plan.append((op, arguments, outputs))
 
+    def _run(
+        self, op: str, arguments: Arguments, outputs: dict[str, Tensor], *, enable_pdl: bool
+    ) -> None:
+        if op == "attention_decode" and self._attend is not None:
+            self._attend(arguments, outputs["out"], enable_pdl=enable_pdl)
+        else:
+            REGISTRY[op].packet.out(**arguments, **outputs, enable_pdl=enable_pdl)
+
     def launch(self, *, enable_pdl: bool) -> Outputs:
-        for op, arguments, outputs in self.plan:
-            if op == "attention_decode":
-                self.attend(arguments, outputs["out"], enable_pdl=enable_pdl)
-            else:
-                REGISTRY[op].packet.out(**arguments, **outputs, enable_pdl=enable_pdl)
+        for step in self.plan:
+            self._run(*step, enable_pdl=enable_pdl)
         return self.out, self.residual
 
     def bytes(self) -> int:
         """What all launches move. It runs them: which experts are read, the data decides."""
-        total = 0
+        m, total = decode.MODEL, 0
         for op, arguments, outputs in self.plan:
-            if op == "attention_decode":
-                self.attend(arguments, outputs["out"], enable_pdl=False)
+            self._run(op, arguments, outputs, enable_pdl=False)
+            if op == "attention_decode":  # of the caches, the window of each request
+                total += self._rows * m.window * 2 * m.kv_rows * 2
                 small = {k: v for k, v in arguments.items() if k not in decode.CACHES}
-                m = decode.MODEL
-                total += launch_bytes(small, outputs) + self._rows * m.window * m.kv_rows * 4
+                total += launch_bytes(small, outputs)
             else:
-                REGISTRY[op].packet.out(**arguments, **outputs)
                 total += launch_bytes(arguments, outputs)
         return total
 
@@ -195,12 +201,11 @@ def launch(chain: Chain, *, enable_pdl: bool) -> Outputs:
     return chain.launch(enable_pdl=enable_pdl)
 
 
-@bench("moe_layer_chain", file="decode_kernels")
-def _(device: torch.device) -> Iterator[Group]:
+def groups(name: str, device: torch.device, attend: Attend | None) -> Iterator[Group]:
     for checkpoint in CHECKPOINTS:
         layers = Layers(checkpoint, device)
         for rows in ROWS:
-            chain = Chain(layers, rows, ATTEND)
+            chain = Chain(layers, rows, attend)
             case = f"M={rows} layers={len(layers.layers)}"
             subjects = [
                 Subject("flint pdl", partial(launch, enable_pdl=True), case),
@@ -208,9 +213,19 @@ def _(device: torch.device) -> Iterator[Group]:
             ]
             # One set: a chain is far larger than the L2, so none of its launches finds it warm.
             yield Group(
-                "moe_layer_chain",
+                name,
                 chain.bytes(),
                 lambda _, chain=chain: chain,  # type: ignore[misc]
                 subjects,
                 checkpoint=checkpoint,
             )
+
+
+@bench("moe_layer_chain", file="decode_kernels")
+def _(device: torch.device) -> Iterator[Group]:
+    return groups("moe_layer_chain", device, ATTEND)
+
+
+@bench("moe_layer_chain_without_attention", file="decode_kernels", on_request=True)
+def _(device: torch.device) -> Iterator[Group]:
+    return groups("moe_layer_chain_without_attention", device, None)

@@ -295,6 +295,22 @@ def test_C6_a_pdl_chain_behind_a_slow_producer(
     check_replays(layers, replay, want)
 
 
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_launch_before_its_time_would_show(checkpoint: str) -> None:
+    """Each launch put before the one it follows: what the tests of chains are there to find."""
+    layers = Layers(checkpoint, "flint-tiny", 3, kinds="mdm", attention=True)
+    want = layers.expected()
+    in_order = list(layers.plan)
+    for index in range(len(in_order) - 1):
+        early = [*in_order[:index], in_order[index + 1], in_order[index], *in_order[index + 2 :]]
+        for plan, differs in ((early, True), (in_order, False)):
+            layers.plan = plan
+            layers.turn.zero_()
+            layers.spoil()
+            layers.step(enable_pdl=False)
+            assert bool(layers.difference(want[0])) == differs, in_order[index + 1][0]
+
+
 @pytest.mark.parametrize("rows", [1, FAST_ROWS])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_C6_a_pdl_chain_whose_outputs_share_memory(checkpoint: str, rows: int) -> None:
