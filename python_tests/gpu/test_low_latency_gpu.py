@@ -101,12 +101,14 @@ def test_the_whole_vocabulary(checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shards", [[16, 8, 8], [5, 20, 7, 16], [1, 126, 1], [100, 0, 28], [40, 33], [17]], ids=str
+    "shards",
+    [[16, 8, 8], [5, 20, 7, 16], [1, 126, 1], [100, 0, 28], [40, 33], [17], [9, 8, 7, 6, 5]],
+    ids=str,
 )
 @pytest.mark.parametrize("columns", [64, 96, 192, 1088])
 def test_Q2_every_shard_has_its_own_global_scale(columns: int, shards: list[int]) -> None:
     weight = nvfp4(sum(shards), columns)
-    weight["_scale_2"] = torch.tensor([1e-3, 2e-3, 4e-3, 8e-3][: len(shards)], device=DEVICE)
+    weight["_scale_2"] = 1e-3 * 2.0 ** torch.arange(len(shards), device=DEVICE)
     for rows in (1, FAST_ROWS, MOST_ROWS):
         arguments = {
             "x": randn(rows, columns),
@@ -149,6 +151,27 @@ def test_Q2_scales_that_are_orders_apart(size: str) -> None:
         if step in ("gate_up", "down"):  # a token's part is not lost beside a larger one's
             for row in range(4):
                 assert_no_worse(got[0][row], plain[0][row], exact[0][row], (step, row))
+
+
+@each_model
+def test_one_scale_is_several_equal_ones(size: str) -> None:
+    """Shapes [], [1] and one for each shard, wherever they may be given."""
+    for step, name, several in (
+        ("qkv", "weight_scale_2", 3),
+        ("dense_gate_up", "weight_scale_2", 2),
+        ("gate_up", "shared_w13_scale_2", 2),
+        ("down", "shared_w2_scale_2", 1),
+        ("o", "weight_scale_2", 1),
+        ("head", "weight_scale_2", 1),
+    ):
+        for rows in (1, FAST_ROWS):
+            arguments = dict(sample(step, "nvfp4", size, rows))
+            found = []
+            for shape in ((), (1,), (several,)):
+                arguments[name] = torch.full(shape, 0.007, device=DEVICE)
+                found.append(run(op_name(step, "nvfp4"), arguments))
+            for other in found[1:]:
+                assert_same(found[0], other, (step, rows))
 
 
 # ---------------------------------------------------------------------------------- exact sums
@@ -412,6 +435,12 @@ def patterns(experts: int, top_k: int) -> dict[str, list[list[int]]]:
         "one token alone": [same],
         "the last expert": [[experts - 1, *same[1:]]],
         "skipped": skipped,
+        "one token alone, some skipped": [[-1, 3, -1, 3, 5, 5]],
+        "one token alone, all skipped": [[-1] * top_k],
+        "all to one": [[2] * top_k] * FAST_ROWS,
+        "crowded": torch.randint(
+            -1, 4, (FAST_ROWS, top_k), generator=torch.Generator().manual_seed(1)
+        ).tolist(),
     }
 
 
@@ -681,29 +710,26 @@ def test_N1_N2_strided_and_misaligned_inputs(step: str, checkpoint: str, size: s
     for rows in (1, FAST_ROWS):
         arguments = sample(step, checkpoint, size, rows)
         want = run(name, arguments)
-        for form in (lambda t: wider(t, 8, 8), lambda t: wider(t, 1, 2), transposed):
-            views = {
-                k: form(v) if k in ("x", "residual", "routed_act", "shared_act") else v
-                for k, v in arguments.items()
-            }
-            assert_same(run(name, views), want, rows)
-        moved = {  # weights one element into a buffer; other loads may sum in another order
+        inputs = {k: v for k, v in arguments.items() if k in ACTIVATIONS and "cache" not in k}
+        for form in (lambda t: wider(t, 8, 8), transposed):
+            views = {k: form(v) for k, v in inputs.items()}
+            assert_same(run(name, {**arguments, **views}), want, rows)
+        # Loads of another width may sum in another order.
+        odd = {k: wider(v, 1, 2) for k, v in inputs.items()}
+        moved = {
             k: wider(v.reshape(-1), 1, 0).view(v.shape)
+            for k, v in arguments.items()
             if isinstance(v, torch.Tensor)
             and v.dtype in (BF16, torch.uint8)
             and k not in ACTIVATIONS
-            else v
-            for k, v in arguments.items()
         }
-        got, plain, exact = (
-            run(name, moved),
-            reference(name, arguments, BF16),
-            reference(name, arguments, torch.float32),
-        )
-        if step == "router":
-            assert_routed(arguments, got)
-        for index in range(2 if step == "router" else len(got)):
-            assert_no_worse(got[index], plain[index], exact[index], (rows, index))
+        plain, exact = (reference(name, arguments, dtype) for dtype in (BF16, torch.float32))
+        for views in (odd, moved):
+            got = run(name, {**arguments, **views})
+            if step == "router":
+                assert_routed(arguments, got)
+            for index in range(2 if step == "router" else len(got)):
+                assert_no_worse(got[index], plain[index], exact[index], (rows, index))
 
 
 def test_no_rows_and_then_some() -> None:
