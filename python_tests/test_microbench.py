@@ -339,29 +339,48 @@ def test_a_stand_in_for_attention_takes_its_place(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(one, two)
 
 
-def test_a_benchmark_that_cannot_be_made_does_not_stop_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def two_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`broken`, which fails after its first group, and `good`; rows in a file each; no GPU."""
+
     def broken(_: torch.device) -> Iterator[Group]:
         yield group_of(Subject("flint", lambda _: (torch.ones(3),), "M=1"))
         raise MemoryError("too many layers")
 
     def good(_: torch.device) -> Iterator[Group]:
-        yield group_of(Subject("flint", lambda _: (torch.ones(3),), "M=8"))
+        yield group_of(Subject("flint", lambda _: (torch.ones(3),), "M=8"), checkpoint="bf16")
 
+    roof = results.row("roof", "copy, 1 MiB", "GB/s", [4000.0])
     monkeypatch.setattr(cases, "REGISTRY", {"broken": broken, "good": good})
     monkeypatch.setattr(cases, "FILES", {"broken": "one", "good": "two"})
+    monkeypatch.setattr(cases, "ON_REQUEST", set())
+    monkeypatch.setattr(cases, "load", lambda: cases.REGISTRY)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    roof = results.row("roof", "copy, 1 MiB", "GB/s", [4000.0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels.cuda, "why_not", lambda _: None)
+    monkeypatch.setattr(kernels.results, "describe", lambda *_: META)
     monkeypatch.setattr(kernels.roofs, "measure", lambda _: (Roofs(4e6, 8e8), [roof]))
-    found, failures = kernels.run(["broken", "good"], UntimedTimer())  # type: ignore[arg-type]
-    assert [[row["case"] for row in rows] for rows in found.values()] == [
-        ["copy, 1 MiB", "M=1"],
-        ["copy, 1 MiB", "M=8"],
-    ]
-    assert list(found) == ["one", "two"]
-    [failure] = failures
-    assert "too many layers" in failure
+    monkeypatch.setattr(kernels, "Timer", lambda _: UntimedTimer())
+
+
+@pytest.mark.usefixtures("two_benchmarks")
+def test_a_benchmark_that_cannot_be_made_does_not_stop_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert kernels.main(["--output", str(tmp_path)]) == 1
+    found = {path.name: json.loads(path.read_text("utf-8")) for path in tmp_path.iterdir()}
+    for name, case in (("one.json", "M=1"), ("two.json", "M=8")):
+        assert found[name]["meta"] == META
+        assert [row["case"] for row in found[name]["rows"]] == ["copy, 1 MiB", case]
+    printed = capsys.readouterr()
+    assert "too many layers" in printed.err
+    assert "op     M=8 bf16" in printed.out
+
+
+@pytest.mark.usefixtures("two_benchmarks")
+def test_the_benchmarks_of_one_file(tmp_path: Path) -> None:
+    assert kernels.main(["--file", "two", "--output", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["two.json"]
 
 
 def test_a_chain_of_norms_is_the_op_after_the_op() -> None:
