@@ -20,7 +20,15 @@ import torch
 
 from flint_kernels import ops, results
 from microbench import cases, kernels, plots, tables
-from microbench.cases import Group, Subject, activation, decode, kv_write, norm
+from microbench.cases import (
+    Group,
+    Subject,
+    activation,
+    decode,
+    kv_write,
+    moe_layer_chain,
+    norm,
+)
 from microbench.roofs import Roofs
 from microbench.timer import Launch, Plan, interleaved, plan, rotated
 
@@ -320,8 +328,6 @@ def test_the_layers_depend_on_each_other(
 
 
 def test_a_stand_in_for_attention_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    from microbench.cases import moe_layer_chain
-
     monkeypatch.setattr(decode, "MODEL", decode.TINY)
     calls: list[bool] = []
 

@@ -57,9 +57,7 @@ def groups(name: str, checkpoint: str, rows: int, step: Step) -> Iterator[Group]
         return decode.launch(step.op, buffers, enable_pdl=enable_pdl)
 
     plain, pdl = partial(kernel, enable_pdl=False), partial(kernel, enable_pdl=True)
-    group = Group(
-        name, size, step.make, [], checkpoint=checkpoint, compared=step.compared
-    )  # fmt: skip
+    group = Group(name, size, step.make, [], checkpoint=checkpoint, compared=step.compared)
     case = f"M={rows}"
     yield replace(group, subjects=[Subject("flint", plain, case), *step.peers])
     chains = [
@@ -114,9 +112,8 @@ def _(checkpoint: str, rows: int, device: torch.device) -> Step:
     workspace = ops.make_workspace(device)
 
     def router(index: int) -> dict[str, Tensor]:
-        return decode.weights(
-            "router_weight", "bf16", device, index, model.experts, model.hidden
-        )  # fmt: skip
+        shape = model.experts, model.hidden
+        return decode.weights("router_weight", "bf16", device, index, *shape)
 
     pool = Pool(router, device)
 

@@ -50,9 +50,8 @@ class Layers:
         def made(
             index: int, name: str, *shape: int, scales: tuple[int, ...] = ()
         ) -> dict[str, Tensor]:
-            return decode.weights(
-                name, self.checkpoint, device, seed + index, *shape, scales=scales
-            )  # fmt: skip
+            form = name, self.checkpoint, device, seed + index
+            return decode.weights(*form, *shape, scales=scales)
 
         router = decode.weights("router_weight", "bf16", device, seed, m.experts, m.hidden)
         return {
@@ -162,9 +161,8 @@ class Chain:
 
     def _caches(self, blocks: int, seed: int) -> Arguments:
         m = decode.MODEL
-        memory = (
-            randn(self._device, seed + i, blocks, m.kv_heads, PAGE, m.dim) for i in range(2)
-        )  # fmt: skip
+        shape = blocks, m.kv_heads, PAGE, m.dim
+        memory = (randn(self._device, seed + i, *shape) for i in range(2))
         return dict(zip(decode.CACHES, (c.permute(0, 2, 1, 3) for c in memory), strict=True))
 
     def _add(self, op: str, arguments: Arguments, outputs: dict[str, Tensor]) -> None:
