@@ -309,9 +309,7 @@ def registered_ops(*, with_cuda: bool) -> list[str]:
     names = []
     for source in cpp_sources(with_cuda=with_cuda):
         text = (ROOT / source).read_text()
-        for namespace, body in re.findall(
-            r"LIBRARY_IMPL\((\w+),[^{]*\{(.*?)^\}", text, re.S | re.M
-        ):
+        for namespace, body in re.findall(r"LIBRARY_IMPL\((\w+),[^{]*\{(.*?)\}", text, re.S):
             names += [f"{namespace}::{name}" for name in re.findall(r'm\.impl\("(\w+)"', body)]
     return sorted(set(names))
 

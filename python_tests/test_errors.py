@@ -45,6 +45,13 @@ def split(name: str, arguments: dict[str, Any]) -> Call:
     return args, {key: value for key, value in arguments.items() if key in keyword}
 
 
+@functools.cache
+def _called(name: str) -> None:
+    """A legal call, so that a body which remembers such calls has one to mistake a fault for."""
+    args, kwargs = split(name, legal(name))
+    REGISTRY[name].packet.default(*args, **kwargs)
+
+
 def tensors(name: str) -> list[str]:
     return [key for key, value in legal(name).items() if isinstance(value, torch.Tensor)]
 
@@ -53,6 +60,7 @@ def assert_refused(
     name: str, arguments: dict[str, Any], argument: str, error: type[Exception] | tuple = ValueError
 ) -> None:
     """Both variants refuse, say why, and have written nothing."""
+    _called(name)
     message = rf"flint::{name}: argument '{argument}': got (?s:.+); want (?s:.+)\."
     before = {k: v.clone() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
     args, kwargs = split(name, arguments)

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
-from op_samples import int32, randn, strided
+from op_samples import int32, randn, rng, strided
 
 from flint_kernels import ops
+from flint_kernels.backends import native, native_cpu
+from flint_kernels.backends.cpu import reference_body
 from flint_kernels.reference.sampling import philox_4x32_10, uniform
 
 INF, NAN = math.inf, math.nan
@@ -140,6 +142,34 @@ def test_a_draw_is_where_the_cumulative_probability_first_exceeds_u(
         kept = sum(sum(chances[:i]) < top_p for i in range(len(order)))
         u = uniform(11, 5 + row) * sum(chances[:kept])
         assert token == order[next(i for i in range(kept) if sum(chances[: i + 1]) > u)]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 33, 1000])
+def test_the_library_draws_the_tokens_of_the_pytorch_body(vocabulary: int) -> None:
+    """Ties, NaN and infinities in a tenth of the logits; every kind of setting, mixed."""
+    assert native.is_available()
+    rows = 600
+    logits = randn(rows, vocabulary, seed=5, dtype=torch.float32, scale=3.0)
+    logits = logits.to(torch.bfloat16).float()  # ties
+    special = torch.tensor([NAN, INF, -INF, 0.0, -0.0])
+    pick = torch.randint(50, logits.shape, generator=rng(1))
+    logits = torch.where(pick < 5, special[pick.clamp_max(4)], logits)
+    logits[:, 0] = logits[:, 0].nan_to_num(0.5, 0.5, 0.5)  # a candidate in each row
+
+    def choices(seed: int, *values: float) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (rows,), generator=rng(seed))]
+
+    arguments = {
+        "logits": logits,
+        "temperature": choices(2, 0.0, 1e-30, 0.7, 1.0, 3.0),
+        "top_k": choices(3, 0, 1, 2, 20, 999, 5000).to(torch.int32),
+        "top_p": choices(4, 1e-9, 0.3, 0.95, 1.0),
+        "seed": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=rng(6)),
+        "offset": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=rng(7)),
+    }
+    want = reference_body("sample")(**arguments)
+    assert torch.equal(native_cpu.body("sample")(**arguments), want)
+    assert torch.equal(ops.sample(**arguments), want)
 
 
 # ------------------------------------------------------------------ the distribution

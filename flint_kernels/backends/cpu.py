@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from flint_kernels.backends import native, native_cpu
 from flint_kernels.ops import REGISTRY, implement
 from flint_kernels.reference import (
@@ -32,12 +30,12 @@ _FAMILIES = (attention, experts, kv_write, linear, low_latency, norm, nvfp4, sam
 def register() -> None:
     """One body a declared op: the reference's, or a choice between it and the native one."""
     for name in REGISTRY:
-        fast = getattr(native_cpu, name, None)
-        if fast is None:
+        if name not in native_cpu.NAMES:
             implement(name, "CPU", reference_body(name))
         else:
-            choice = _choice(name, fast, reference_body(name))
-            implement(name, "CPU", choice, out_body=choice)
+            choice = _choice(name, native_cpu.body(name), reference_body(name))
+            shortcut = native_cpu.shortcut(name)
+            implement(name, "CPU", choice, out_body=choice, shortcut=shortcut)
 
 
 def reference_body(name: str) -> Callable[..., Any]:
@@ -55,8 +53,7 @@ def _choice(
     def body(**arguments: Any) -> Any:
         # The first argument of every op is its activations; FP32 ones ask for the oracle.
         activations = next(iter(arguments.values()))
-        # Loading the library waits for the first call, so that importing the package is quick.
-        if activations.dtype == torch.bfloat16 and native.is_available():
+        if native_cpu.takes(name, activations) and native.is_available():
             return fast(**arguments)
         # The reference bodies take no buffers: what they return is copied.
         return reference(**{k: v for k, v in arguments.items() if k not in outputs})

@@ -12,7 +12,8 @@ and says what comes out (`Spec`s); from it and the schema follow
 
 A backend adds a body with `implement(name, key, body)` (see `flint_kernels/backends`). It sees
 every argument by name, after all checks, and has no check of its own to forget. With an `out_body`
-the out-variant writes in place; without one it copies what the body returns.
+the out-variant writes in place; without one it copies what the body returns. With a `shortcut` a
+call that looks like an earlier one, and whose values are good, never comes to the checks here.
 """
 
 from __future__ import annotations
@@ -135,16 +136,26 @@ def op(
     return wrap
 
 
-def implement(name: str, key: str, body: Body, out_body: Body | None = None) -> None:
+def implement(
+    name: str, key: str, body: Body, out_body: Body | None = None, shortcut: Body | None = None
+) -> None:
     """Register `body` for op `name` under dispatch key `key` ("CPU", "CUDA").
 
     The body is called with all arguments by name and returns the outputs as the op does. `out_body`
     is called with the output buffers by name as well, each contiguous, and returns the outputs too:
     a buffer that it has written, or a tensor that is then copied into the buffer.
+
+    `shortcut` is called first, with the call as it came, and returns a sequence: the outputs,
+    contiguous, or nothing. Then it has done nothing, and the call goes through the checks to
+    `body`. It may do a call of its own accord only where the same checks have passed before and
+    would again: of a call with the same shapes, strides, types, devices, host values and shared
+    memory, whose values in tensors it has looked at itself.
     """
     declaration = REGISTRY[name]
     declaration.bodies[key] = body
-    _library.impl(name, _functional_body(declaration, body), key)
+    checked = _functional_body(declaration, body)
+    whole = checked if shortcut is None else _with_shortcut(declaration, shortcut, checked)
+    _library.impl(name, whole, key)
     if declaration.outputs:
         _library.impl(f"{name}.out", _out_body(declaration, body, out_body), key)
 
@@ -275,6 +286,18 @@ def _functional_body(declaration: Declaration, body: Body) -> Body:
             return None
         results = results if len(specs) > 1 else (results,)
         return _returned(tuple(spec.laid_out(r) for spec, r in zip(specs, results, strict=True)))
+
+    return call
+
+
+def _with_shortcut(declaration: Declaration, shortcut: Body, checked: Body) -> Body:
+    single = len(declaration.outputs) == 1
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        results = shortcut(*args, **kwargs)
+        if not results:
+            return checked(*args, **kwargs)
+        return results[0] if single else tuple(results)
 
     return call
 
