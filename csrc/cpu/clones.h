@@ -5,6 +5,7 @@
 #pragma once
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
+#define FLINT_HAS_CLONES
 #define FLINT_CLONES \
   __attribute__((noinline, target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else

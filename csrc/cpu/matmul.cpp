@@ -2,12 +2,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <utility>
 
 #include "bf16.h"
 #include "cpu/clones.h"
+#include "cpu/lanes.h"
 #include "cpu/nvfp4.h"
+#include "cpu/nvfp4_dot.h"
 #include "cpu/parallel.h"
 #include "nvfp4_layout.h"
 
@@ -16,7 +17,6 @@ namespace {
 
 using namespace flint::nvfp4;
 
-constexpr int kLanes = 16;
 static_assert(kLanes == kBlockValues, "a block of NVFP4 is a vector");
 
 // Weight rows that share a load of x, and the latency of one another's sums.
@@ -24,14 +24,6 @@ constexpr int kTile = 4;
 
 // A thread is worth starting for about a million multiply-adds.
 constexpr int64_t kGrain = int64_t{1} << 20;
-
-using Lanes = float __attribute__((vector_size(sizeof(float) * kLanes)));
-
-using Quad = float __attribute__((vector_size(sizeof(float) * 4)));
-
-struct alignas(64) Block {
-  Lanes values;
-};
 
 FLINT_CLONES void widen(const uint16_t* bf16, float* out, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] = bf16_to_float(bf16[i]);
@@ -43,12 +35,7 @@ FLINT_CLONES void dot_tile(const Block* weight, const Block* x, int64_t blocks, 
   for (int64_t i = 0; i < blocks; ++i) {
     for (int r = 0; r < kTile; ++r) lanes[r] += weight[r * blocks + i].values * x[i].values;
   }
-  for (int r = 0; r < kTile; ++r) {
-    Quad quarters[4];
-    std::memcpy(quarters, &lanes[r], sizeof(quarters));
-    const Quad sum = (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
-    sums[r] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
-  }
+  for (int r = 0; r < kTile; ++r) sums[r] = add_lanes(lanes[r]);
 }
 
 // rows x k BF16 values to fp32, each row from a block of its own; what lies behind a row's end is
@@ -144,21 +131,31 @@ struct Call {
   const Output& out;
   const Block* x;
   int64_t blocks;  // of a row
+  bool direct;     // NVFP4 that `nvfp4_dot` can take
 };
 
 // Weight rows first ... first + kTile of one expert, expanded into `rows`, times its entries.
 void multiply_tile(const Call& call, const Group& group, int64_t first, Block* rows) {
   const int64_t count = std::min<int64_t>(kTile, call.weight.n - first);
   const bool scaled = call.scales.values != nullptr;
-  expand(call.weight, group.expert, first, count, rows);
+  // A row that is used once is not written out for it.
+  const bool once = call.direct && group.end - group.begin == 1;
+  if (!once) expand(call.weight, group.expert, first, count, rows);
   float factors[kTile];
   for (int64_t c = 0; scaled && c < count; ++c) {
     factors[c] = global_scale(call.scales, group.expert, first + c);
   }
   for (const Entry* entry = group.begin; entry < group.end; ++entry) {
     float sums[kTile];
-    // Rows behind the last are scratch from before: their sums are not used.
-    dot_tile(rows, call.x + entry->row * call.blocks, call.blocks, sums);
+    const Block* x = call.x + entry->row * call.blocks;
+    if (once) {
+      const int64_t at = (group.expert * call.weight.n + first) * call.blocks;
+      nvfp4_dot(call.weight.codes + at * kBlockBytes, call.weight.scales + at, count, x, call.blocks,
+                sums);
+    } else {
+      // Rows behind the last are scratch from before: their sums are not used.
+      dot_tile(rows, x, call.blocks, sums);
+    }
     for (int64_t c = 0; scaled && c < count; ++c) sums[c] *= factors[c];
     store(call.out, entry->index * call.weight.n + first, sums, count);
   }
@@ -178,7 +175,8 @@ void matmul(const Activations& x, const Weight& weight, const GlobalScales& scal
   const int64_t blocks = (weight.k + kLanes - 1) / kLanes;
   std::vector<Block> wide(static_cast<size_t>(x.rows * blocks));
   widen_rows(x.bf16, x.rows, weight.k, wide.data());
-  const Call call{weight, scales, out, wide.data(), blocks};
+  const bool direct = weight.bf16 == nullptr && has_nvfp4_dot();
+  const Call call{weight, scales, out, wide.data(), blocks, direct};
 
   // Scratch for every thread is taken here: the threads themselves must not throw.
   const int64_t workers = std::clamp<int64_t>(threads, 1, used * tiles);
