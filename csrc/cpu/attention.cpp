@@ -30,19 +30,26 @@ void attend(const Query& query, const Rows& k, const Rows& v, uint16_t* out) {
   }
   std::vector<float> q(static_cast<size_t>(dim)), sum(static_cast<size_t>(dim));
   std::vector<float> p(static_cast<size_t>(keys));
+  // Where the keys and values of a KV head lie: found once for all the query heads that share it.
+  std::vector<const uint16_t*> k_rows(static_cast<size_t>(keys)), v_rows(k_rows.size());
   for (int64_t head = 0; head < query.heads; ++head) {
-    const int64_t kv_head = head / group;
+    if (head % group == 0) {
+      for (int64_t j = 0; j < keys; ++j) {
+        k_rows[j] = k.at(query.first + j, head / group);
+        v_rows[j] = v.at(query.first + j, head / group);
+      }
+    }
     for (int64_t i = 0; i < dim; ++i) q[i] = bf16_to_float(query.q[head * dim + i]);
     float maximum = -std::numeric_limits<float>::infinity();
     for (int64_t j = 0; j < keys; ++j) {
-      p[j] = dot(q.data(), k.at(query.first + j, kv_head), dim) * query.scale;
+      p[j] = dot(q.data(), k_rows[j], dim) * query.scale;
       maximum = std::max(maximum, p[j]);
     }
     std::fill(sum.begin(), sum.end(), 0.0f);
     for (int64_t j = 0; j < keys; ++j) {
       p[j] = std::exp(p[j] - maximum);
       // P is rounded before it is normalised; the row sum is made of the unrounded ones.
-      add_scaled(sum.data(), round_to_bf16(p[j]), v.at(query.first + j, kv_head), dim);
+      add_scaled(sum.data(), round_to_bf16(p[j]), v_rows[j], dim);
     }
     float denominator = lane_sum(keys, [&p](int64_t j) { return p[j]; });
     if (query.sinks != nullptr) denominator += std::exp(query.sinks[head] - maximum);

@@ -22,6 +22,9 @@ static_assert(kLanes == kBlockValues, "a block of NVFP4 is a vector");
 // Weight rows that share a load of x, and the latency of one another's sums.
 constexpr int kTile = 4;
 
+// Weight rows that are handed out together.
+constexpr int kStrip = 16;
+
 // A thread is worth starting for about a million multiply-adds.
 constexpr int64_t kGrain = int64_t{1} << 20;
 
@@ -56,20 +59,22 @@ void expand(const Weight& weight, int64_t expert, int64_t first, int64_t rows, B
                    0, reinterpret_cast<float*>(out), rows * blocks, 1);
 }
 
-float global_scale(const GlobalScales& scales, int64_t expert, int64_t column) {
-  size_t shard = 0;
-  for (int64_t end = scales.sizes[0]; column >= end; end += scales.sizes[shard]) ++shard;
-  return scales
-      .values[expert * static_cast<int64_t>(scales.sizes.size()) + static_cast<int64_t>(shard)];
+// factors[c] = the global scale of column first + c, where there are any.
+void find_factors(const GlobalScales& scales, int64_t expert, int64_t first, int64_t count,
+                  float* factors) {
+  const auto shards = static_cast<int64_t>(scales.sizes.size());
+  int64_t shard = 0, end = scales.sizes[0];
+  for (int64_t c = 0; c < count; ++c) {
+    while (first + c >= end) end += scales.sizes[static_cast<size_t>(++shard)];
+    factors[c] = scales.values[expert * shards + shard];
+  }
 }
 
 void store(const Output& out, int64_t at, const float* sums, int64_t count) {
-  for (int64_t c = 0; c < count; ++c) {
-    if (out.bf16 != nullptr) {
-      out.bf16[at + c] = float_to_bf16(sums[c]);
-    } else {
-      out.fp32[at + c] = sums[c];
-    }
+  if (out.bf16 != nullptr) {
+    for (int64_t c = 0; c < count; ++c) out.bf16[at + c] = float_to_bf16(sums[c]);
+  } else {
+    std::copy_n(sums, count, out.fp32 + at);
   }
 }
 
@@ -134,30 +139,38 @@ struct Call {
   bool direct;     // NVFP4 that `nvfp4_dot` can take
 };
 
-// Weight rows first ... first + kTile of one expert, expanded into `rows`, times its entries.
-void multiply_tile(const Call& call, const Group& group, int64_t first, Block* rows) {
-  const int64_t count = std::min<int64_t>(kTile, call.weight.n - first);
-  const bool scaled = call.scales.values != nullptr;
-  // A row that is used once is not written out for it.
-  const bool once = call.direct && group.end - group.begin == 1;
-  if (!once) expand(call.weight, group.expert, first, count, rows);
-  float factors[kTile];
-  for (int64_t c = 0; scaled && c < count; ++c) {
-    factors[c] = global_scale(call.scales, group.expert, first + c);
+// `count` sums of one row of x, from column `first` on.
+void finish(const Call& call, const Entry& entry, int64_t first, int64_t count, float* sums,
+            const float* factors) {
+  if (call.scales.values != nullptr) {
+    for (int64_t c = 0; c < count; ++c) sums[c] *= factors[c];
   }
-  for (const Entry* entry = group.begin; entry < group.end; ++entry) {
-    float sums[kTile];
-    const Block* x = call.x + entry->row * call.blocks;
-    if (once) {
-      const int64_t at = (group.expert * call.weight.n + first) * call.blocks;
-      nvfp4_dot(call.weight.codes + at * kBlockBytes, call.weight.scales + at, count, x, call.blocks,
-                sums);
-    } else {
+  store(call.out, entry.index * call.weight.n + first, sums, count);
+}
+
+// Weight rows first ... first + kStrip of one expert times its entries. `rows` holds kTile rows.
+void multiply_strip(const Call& call, const Group& group, int64_t first, Block* rows) {
+  const int64_t count = std::min<int64_t>(kStrip, call.weight.n - first);
+  float factors[kStrip], sums[kStrip];
+  if (call.scales.values != nullptr) {
+    find_factors(call.scales, group.expert, first, count, factors);
+  }
+  if (call.direct && group.end - group.begin == 1) {
+    // Rows that are used once are not written out for it.
+    const int64_t at = (group.expert * call.weight.n + first) * call.blocks;
+    nvfp4_dot(call.weight.codes + at * kBlockBytes, call.weight.scales + at, count,
+              call.x + group.begin->row * call.blocks, call.blocks, sums);
+    finish(call, *group.begin, first, count, sums, factors);
+    return;
+  }
+  for (int64_t tile = 0; tile < count; tile += kTile) {
+    const int64_t used = std::min<int64_t>(kTile, count - tile);
+    expand(call.weight, group.expert, first + tile, used, rows);
+    for (const Entry* entry = group.begin; entry < group.end; ++entry) {
       // Rows behind the last are scratch from before: their sums are not used.
-      dot_tile(rows, x, call.blocks, sums);
+      dot_tile(rows, call.x + entry->row * call.blocks, call.blocks, sums);
+      finish(call, *entry, first + tile, used, sums, factors + tile);
     }
-    for (int64_t c = 0; scaled && c < count; ++c) sums[c] *= factors[c];
-    store(call.out, entry->index * call.weight.n + first, sums, count);
   }
 }
 
@@ -166,12 +179,14 @@ void multiply_tile(const Call& call, const Group& group, int64_t first, Block* r
 void matmul(const Activations& x, const Weight& weight, const GlobalScales& scales,
             const Entries& entries, const Output& out, int threads) {
   const Groups groups(entries, weight.experts, x.rows);
-  const std::vector<float> zeros(static_cast<size_t>(weight.n));
-  for (const int64_t i : groups.skipped()) store(out, i * weight.n, zeros.data(), weight.n);
+  if (!groups.skipped().empty()) {
+    const std::vector<float> zeros(static_cast<size_t>(weight.n));
+    for (const int64_t i : groups.skipped()) store(out, i * weight.n, zeros.data(), weight.n);
+  }
 
   const int64_t used = static_cast<int64_t>(groups.used().size());
-  const int64_t tiles = (weight.n + kTile - 1) / kTile;
-  if (used * tiles == 0) return;
+  const int64_t strips = (weight.n + kStrip - 1) / kStrip;
+  if (used * strips == 0) return;
   const int64_t blocks = (weight.k + kLanes - 1) / kLanes;
   std::vector<Block> wide(static_cast<size_t>(x.rows * blocks));
   widen_rows(x.bf16, x.rows, weight.k, wide.data());
@@ -179,15 +194,15 @@ void matmul(const Activations& x, const Weight& weight, const GlobalScales& scal
   const Call call{weight, scales, out, wide.data(), blocks, direct};
 
   // Scratch for every thread is taken here: the threads themselves must not throw.
-  const int64_t workers = std::clamp<int64_t>(threads, 1, used * tiles);
+  const int64_t workers = std::clamp<int64_t>(threads, 1, used * strips);
   std::vector<Block> scratch(static_cast<size_t>(workers * kTile * blocks));
   std::atomic<int64_t> worker{0};
-  const int64_t tile_work = std::max<int64_t>(kTile * weight.k * entries.count / used, 1);
-  parallel_for(used * tiles, kGrain / tile_work + 1, static_cast<int>(workers),
+  const int64_t strip_work = std::max<int64_t>(kStrip * weight.k * entries.count / used, 1);
+  parallel_for(used * strips, kGrain / strip_work + 1, static_cast<int>(workers),
                [&](int64_t begin, int64_t end) {
                  Block* rows = scratch.data() + worker.fetch_add(1) * kTile * blocks;
                  for (int64_t i = begin; i < end; ++i) {
-                   multiply_tile(call, groups.used()[i / tiles], i % tiles * kTile, rows);
+                   multiply_strip(call, groups.used()[i / strips], i % strips * kStrip, rows);
                  }
                });
 }
