@@ -42,12 +42,13 @@ class Attention(FormatModule):
         cache: PagedKVCache,
     ) -> Tensor:
         """One row a request: writes its K and V, then attends over the cache alone."""
+        held = self._modules
         k_cache, v_cache = cache.layers[self.layer]
         windowed = self.window > 0
-        q = self.qkv_proj.qkv_norm_rope_kv_write(
+        q = held["qkv_proj"].qkv_norm_rope_kv_write(
             x,
-            self.q_norm.weight,
-            self.k_norm.weight,
+            held["q_norm"].tensor(),
+            held["k_norm"].tensor(),
             cos_sin if self.rope else None,
             batch.positions,
             batch.window_slots if windowed else batch.slots,
@@ -62,11 +63,11 @@ class Attention(FormatModule):
             v_cache,
             batch.window_block_table if windowed else batch.block_table,
             batch.seq_lens,
-            self.sinks,
+            self._parameters["sinks"],
             self.window,
             workspace=cache.workspace,
         )
-        out: Tensor = self.o_proj(mixed.flatten(1))
+        out: Tensor = held["o_proj"](mixed.flatten(1))
         return out
 
     def prefill(

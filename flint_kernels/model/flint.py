@@ -35,7 +35,7 @@ class Layer(FormatModule):
         self.mlp = (DenseMLP if config.is_dense(layer) else MoE)(config, weight_format, device)
 
     def _input_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        weight = self.input_layernorm.weight
+        weight = self._modules["input_layernorm"].tensor()
         if residual is None:  # the embedding is the first residual, and nothing is added to it
             return calls.rms_norm(x, weight, self.eps), x
         return calls.fused_add_rms_norm(x, residual, weight, self.eps)
@@ -49,9 +49,12 @@ class Layer(FormatModule):
         cache: PagedKVCache,
     ) -> tuple[Tensor, Tensor]:
         """One row a request, [B, H]: seven ops."""
+        held = self._modules
         normed, residual = self._input_norm(x, residual)
-        x = self.self_attn.decode(normed, cos_sin, batch, cache)
-        return self.mlp.decode(x, residual, self.post_attention_layernorm.weight, cache.workspace)
+        x = held["self_attn"].decode(normed, cos_sin, batch, cache)
+        norm = held["post_attention_layernorm"].tensor()
+        output: tuple[Tensor, Tensor] = held["mlp"].decode(x, residual, norm, cache.workspace)
+        return output
 
     def prefill(
         self,
@@ -195,12 +198,13 @@ class Flint(FormatModule):
         """The last layer's output and the residual, which the final norm adds up: [T, H] each."""
         x = self._embed(input_ids).to(self.compute_dtype)
         residual: Tensor | None = None
+        cos_sin = self.cos_sin
         for module in self.layers:
             layer = cast(Layer, module)
             if isinstance(batch, DecodeBatch):
-                x, residual = layer.decode(x, residual, self.cos_sin, batch, cache)
+                x, residual = layer.decode(x, residual, cos_sin, batch, cache)
             else:
-                x, residual = layer.prefill(x, residual, self.cos_sin, batch, cache)
+                x, residual = layer.prefill(x, residual, cos_sin, batch, cache)
         assert residual is not None  # num_hidden_layers is at least 1
         return x, residual
 

@@ -23,7 +23,14 @@ class FormatModule(nn.Module):
 
     `.half()`, `.float()` and `.to(dtype)` would otherwise turn E4M3 scales or the RoPE table into
     something that looks alike and computes nonsense.
+
+    What runs in every step reads `_parameters` and `_modules` by name, which is what nn.Module does
+    for an attribute once Python has failed to find it. The failure costs ten times as much as the
+    look-up, and a decode step makes hundreds.
     """
+
+    _parameters: dict[str, Any]
+    _modules: dict[str, Any]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return super()._apply(_keeping_dtypes(fn), recurse)  # type: ignore[no-untyped-call]
@@ -68,6 +75,10 @@ class Weight(FormatModule):
         super().__init__()
         self.weight = parameter(*shape, dtype=torch.bfloat16, device=device)
 
+    def tensor(self) -> Tensor:
+        weight: Tensor = self._parameters["weight"]
+        return weight
+
 
 class Linear(FormatModule):
     """Rows of one or more projections, one under the other, that share their input.
@@ -86,6 +97,10 @@ class Linear(FormatModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, shards={self.shards}"
+
+    def operands(self) -> tuple[Tensor, ...]:
+        """The weight's tensors as the ops of the format take them."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, N] in the dtype of x."""
@@ -122,23 +137,24 @@ class NVFP4Linear(Linear):
         )
         self.weight_scale_2 = parameter(len(self.shards), dtype=torch.float32, device=device)
 
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three tensors, in the order of every op."""
+        held = self._parameters
+        return held["weight"], held["weight_scale"], held["weight_scale_2"]
+
     def forward(self, x: Tensor) -> Tensor:
-        return calls.nvfp4_linear(
-            x, self.weight, self.weight_scale, self.weight_scale_2, self.shards
-        )
+        return calls.nvfp4_linear(x, *self.operands(), self.shards)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        return calls.nvfp4_linear_silu_and_mul(
-            x, self.weight, self.weight_scale, self.weight_scale_2
-        )
+        return calls.nvfp4_linear_silu_and_mul(x, *self.operands())
 
     def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor) -> Tensor:
         return calls.nvfp4_qkv_norm_rope_kv_write(
-            x, self.weight, self.weight_scale, self.weight_scale_2, *arguments, workspace=workspace
+            x, *self.operands(), *arguments, workspace=workspace
         )
 
     def logits(self, x: Tensor) -> Tensor:
-        return calls.nvfp4_lm_head(x, self.weight, self.weight_scale, self.weight_scale_2)
+        return calls.nvfp4_lm_head(x, *self.operands())
 
 
 class BF16Linear(Linear):
@@ -150,17 +166,23 @@ class BF16Linear(Linear):
         super().__init__(in_features, shards)
         self.weight = parameter(self.out_features, in_features, dtype=torch.bfloat16, device=device)
 
+    def operands(self) -> tuple[Tensor]:
+        """The one tensor, in the order of every op."""
+        return (self._parameters["weight"],)
+
     def forward(self, x: Tensor) -> Tensor:
-        return calls.bf16_linear(x, self.weight)
+        return calls.bf16_linear(x, *self.operands())
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        return calls.bf16_linear_silu_and_mul(x, self.weight)
+        return calls.bf16_linear_silu_and_mul(x, *self.operands())
 
     def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor) -> Tensor:
-        return calls.bf16_qkv_norm_rope_kv_write(x, self.weight, *arguments, workspace=workspace)
+        return calls.bf16_qkv_norm_rope_kv_write(
+            x, *self.operands(), *arguments, workspace=workspace
+        )
 
     def logits(self, x: Tensor) -> Tensor:
-        return calls.bf16_lm_head(x, self.weight)
+        return calls.bf16_lm_head(x, *self.operands())
 
 
 def make_linear(

@@ -33,7 +33,8 @@ class SwiGLU(FormatModule):
         self.down_proj = make_linear(weight_format, intermediate, [hidden], device)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.gate_up_proj.silu_and_mul(x))
+        held = self._modules
+        out: Tensor = held["down_proj"](held["gate_up_proj"].silu_and_mul(x))
         return out
 
 
@@ -76,15 +77,7 @@ class NVFP4Experts(FormatModule):
         self, x: Tensor, ids: Tensor, shared: Linear, workspace: Tensor
     ) -> tuple[Tensor, Tensor]:
         return calls.nvfp4_moe_gate_up(
-            x,
-            ids,
-            self.w13,
-            self.w13_scale,
-            self.w13_scale_2,
-            shared.weight,
-            shared.weight_scale,
-            shared.weight_scale_2,
-            workspace=workspace,
+            x, ids, *self._tensors("w13"), *shared.operands(), workspace=workspace
         )
 
     def down(
@@ -102,12 +95,8 @@ class NVFP4Experts(FormatModule):
             shared_act,
             weights,
             ids,
-            self.w2,
-            self.w2_scale,
-            self.w2_scale_2,
-            shared.weight,
-            shared.weight_scale,
-            shared.weight_scale_2,
+            *self._tensors("w2"),
+            *shared.operands(),
             workspace=workspace,
         )
 
@@ -118,15 +107,15 @@ class NVFP4Experts(FormatModule):
             x,
             weights,
             ids,
-            self.w13,
-            self.w13_scale,
-            self.w13_scale_2,
-            self.w2,
-            self.w2_scale,
-            self.w2_scale_2,
+            *self._tensors("w13"),
+            *self._tensors("w2"),
             shared,
             workspace=workspace,
         )
+
+    def _tensors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        held = self._parameters
+        return held[name], held[name + "_scale"], held[name + "_scale_2"]
 
 
 class BF16Experts(FormatModule):
@@ -142,7 +131,8 @@ class BF16Experts(FormatModule):
     def gate_up(
         self, x: Tensor, ids: Tensor, shared: Linear, workspace: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return calls.bf16_moe_gate_up(x, ids, self.w13, shared.weight, workspace=workspace)
+        w13 = self._parameters["w13"]
+        return calls.bf16_moe_gate_up(x, ids, w13, *shared.operands(), workspace=workspace)
 
     def down(
         self,
@@ -154,15 +144,17 @@ class BF16Experts(FormatModule):
         *,
         workspace: Tensor,
     ) -> Tensor:
+        w2 = self._parameters["w2"]
         return calls.bf16_moe_down(
-            routed, shared_act, weights, ids, self.w2, shared.weight, workspace=workspace
+            routed, shared_act, weights, ids, w2, *shared.operands(), workspace=workspace
         )
 
     def forward(
         self, x: Tensor, weights: Tensor, ids: Tensor, shared: Tensor, workspace: Tensor
     ) -> Tensor:
+        held = self._parameters
         return calls.bf16_routed_experts(
-            x, weights, ids, self.w13, self.w2, shared, workspace=workspace
+            x, weights, ids, held["w13"], held["w2"], shared, workspace=workspace
         )
 
 
@@ -185,13 +177,14 @@ class MoE(FormatModule):
         self, x: Tensor, residual: Tensor, norm: Tensor, workspace: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The low-latency composition: three ops."""
+        held = self._modules
+        router, experts, shared = held["gate"], held["experts"], held["shared_expert"]._modules
         normed, residual, weights, ids = calls.fused_add_rms_norm_router_topk(
-            x, residual, norm, self.gate.weight, self.top_k, self.eps, workspace=workspace
+            x, residual, norm, router.tensor(), self.top_k, self.eps, workspace=workspace
         )
-        shared = self.shared_expert
-        routed, shared_act = self.experts.gate_up(normed, ids, shared.gate_up_proj, workspace)
-        output = self.experts.down(
-            routed, shared_act, weights, ids, shared.down_proj, workspace=workspace
+        routed, shared_act = experts.gate_up(normed, ids, shared["gate_up_proj"], workspace)
+        output = experts.down(
+            routed, shared_act, weights, ids, shared["down_proj"], workspace=workspace
         )
         return output, residual
 
