@@ -40,7 +40,8 @@ to it.*
 Every op runs on the CPU and on a GPU. What differs is which body runs:
 
 - **CPU, PyTorch**: the reference, in BF16 and FP32. Complete.
-- **CPU, C++**: BF16 calls, and the repacking and decoding of NVFP4, where the library is built.
+- **CPU, C++**: BF16 calls, sampling, and the repacking and decoding of NVFP4, where the library is
+  built.
 - **GPU, general**: torch, and Triton where it is named, in BF16 and FP32; for a GPU that this torch
   serves and, where it is named, Triton too. An op of these may call other ops, and so reach their
   CUDA kernels.

@@ -21,6 +21,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from flint_kernels.reference.sampling import uniform
+
 Array = npt.NDArray[Any]
 
 ROOT = Path(__file__).parents[1]
@@ -395,3 +397,13 @@ def test_T1_the_largest_keys_are_a_routers_choice(helpers: Any, random: Any) -> 
         wanted = sorted(range(256), key=values.__getitem__, reverse=True)  # keeps ties in order
         keys = helpers.topk_key_bf16(logits, np.arange(256, dtype=np.uint16))
         assert helpers.topk_index_bf16(np.sort(keys)[::-1]).tolist() == wanted
+
+
+def test_the_uniform_numbers_of_sampling(helpers: Any) -> None:
+    """Against Python's integers, whose Philox the tests of sampling hold to its known answers."""
+    edges = [0, 1, -1, 2**32 - 1, 2**32, -(2**63), INT64_MAX]
+    random = np.random.default_rng(0).integers(-(2**63), INT64_MAX, 500).tolist()
+    pairs = [*itertools.product(edges, edges), *itertools.pairwise(random)]
+    seeds, offsets = np.array(pairs, dtype=np.int64).T
+    want = [uniform(seed, offset) for seed, offset in pairs]
+    assert helpers.uniform_53(seeds, offsets).tolist() == want

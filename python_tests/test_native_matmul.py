@@ -111,7 +111,11 @@ def test_every_code_and_every_scale_byte_is_exact() -> None:
     packed = (codes[0::2] | codes[1::2] << 4).expand(256, 8).contiguous()
     scale = torch.arange(256, dtype=torch.uint8)[:, None].view(E4M3)
     values = nvfp4.dequantize(packed, scale)
-    got = matmul(torch.eye(16, dtype=BF16), packed, scale).T
+    rows = torch.eye(16, dtype=BF16)
+    got = matmul(rows, packed, scale).T
+    # One row at a time, weights are not written out before they are multiplied.
+    alone = torch.cat([matmul(row[None], packed, scale) for row in rows]).T
+    assert torch.equal(alone.nan_to_num(9.0), got.nan_to_num(9.0))
     # A NaN scale makes its whole block NaN, and no other row.
     nan = values.isnan()
     assert nan.sum() == 2 * 16 and nan[[0x7F, 0xFF]].all()
@@ -131,11 +135,12 @@ def test_bf16_output_is_the_rounded_sum() -> None:
     assert got[:2, 0].tolist() == [1.0, 1.015625] and got[4].isnan()
 
 
-def test_each_shard_is_scaled_once_by_its_own() -> None:
-    sizes = (4, 1, 0, 6)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("sizes", [(4, 1, 0, 6), (21, 12, 0, 16)])
+def test_each_shard_is_scaled_once_by_its_own(sizes: tuple[int, ...], rows: int) -> None:
     weight, scale, _ = quantized(sum(sizes), 48)
     scale_2 = torch.tensor([1e-3, 2e-3, math.nan, -4e-3])
-    x = randn(3, 48)
+    x = randn(rows, 48)
     got = matmul(x, weight, scale, scale_2, sizes)
     # To the bit: the factor is applied to the finished sum, and nowhere else.
     columns = scale_2.repeat_interleave(torch.tensor(sizes))

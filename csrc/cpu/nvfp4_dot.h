@@ -1,4 +1,4 @@
-// Products of rows of NVFP4 with one row of activations, without writing the expanded rows. No torch.
+// Rows of NVFP4 times one row of activations, without writing the expanded rows. No torch here.
 #pragma once
 
 #include <cstdint>

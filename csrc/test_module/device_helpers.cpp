@@ -12,6 +12,7 @@
 #include "cuda/tiles.h"
 #include "nvfp4_layout.h"
 #include "paging.h"
+#include "philox.h"
 #include "topk_key.h"
 
 namespace py = pybind11;
@@ -91,6 +92,8 @@ void add_topk(py::module_& m) {
   m.def("topk_index_bf16", vectorize(flint::topk_index_bf16));
 }
 
+void add_sampling(py::module_& m) { m.def("uniform_53", vectorize(flint::uniform_53)); }
+
 }  // namespace
 
 PYBIND11_MODULE(flint_device_helpers, m) {
@@ -100,4 +103,5 @@ PYBIND11_MODULE(flint_device_helpers, m) {
   add_paging(m);
   add_tiles(m);
   add_topk(m);
+  add_sampling(m);
 }

@@ -108,7 +108,7 @@ Results qk_norm_rope_kv_write(const Tensor& qkv, const Tensor& q_weight, const T
                               const Tensor& slot_mapping, Tensor k_cache, Tensor v_cache,
                               double eps, bool enable_pdl, std::optional<Tensor> q_out,
                               std::optional<Tensor> k_out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, qkv, q_weight, k_weight, cos_sin, positions, slot_mapping,
                 Written{k_cache}, Written{v_cache}, eps, enable_pdl)) {
     return {};
@@ -152,7 +152,7 @@ Results nvfp4_qkv_norm_rope_kv_write(const Tensor& x, const Tensor& weight, cons
                                      Tensor k_cache, Tensor v_cache, double eps,
                                      std::optional<Tensor> workspace, bool enable_pdl,
                                      std::optional<Tensor> q_out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, weight, scale, scale_2, q_weight, k_weight, cos_sin, positions,
                 slot_mapping, Written{k_cache}, Written{v_cache}, eps, workspace, enable_pdl)) {
     return {};
@@ -168,7 +168,7 @@ Results bf16_qkv_norm_rope_kv_write(const Tensor& x, const Tensor& weight, const
                                     Tensor k_cache, Tensor v_cache, double eps,
                                     std::optional<Tensor> workspace, bool enable_pdl,
                                     std::optional<Tensor> q_out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, weight, q_weight, k_weight, cos_sin, positions, slot_mapping,
                 Written{k_cache}, Written{v_cache}, eps, workspace, enable_pdl)) {
     return {};
@@ -278,7 +278,7 @@ Results attention_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v
                          std::optional<Tensor> sinks, int64_t window, std::optional<double> scale,
                          std::optional<Tensor> workspace, bool enable_pdl,
                          std::optional<Tensor> out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, q, k_cache, v_cache, block_table, seq_lens, sinks, window, scale,
                 workspace, enable_pdl)) {
     return {};
@@ -303,7 +303,7 @@ Results attention_prefill(const Tensor& q, const Tensor& k_given, const Tensor& 
                           int64_t window, std::optional<double> scale,
                           std::optional<int64_t> max_query_len, std::optional<Tensor> workspace,
                           bool enable_pdl, std::optional<Tensor> out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, q, k_given, v_given, cu_seqlens, k_cache, v_cache, block_table,
                 context_lens, sinks, window, scale, max_query_len, workspace, enable_pdl)) {
     return {};

@@ -10,7 +10,6 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -70,7 +69,8 @@ class Signature {
   bool writes_ = false;
 };
 
-// The calls of one op that have passed Python's checks.
+// The calls of one op that have passed Python's checks. Each thread has its own: so there is no
+// lock, and none that a fork could leave locked.
 class Admitted {
  public:
   // Whether the call may run: it was `checked` just now, or one that looks the same was before.
@@ -86,7 +86,6 @@ class Admitted {
 
   bool admits(bool checked, std::vector<int64_t>&& words);
 
-  std::mutex mutex_;
   std::unordered_set<std::vector<int64_t>, Hash> passed_;
 };
 

@@ -10,20 +10,19 @@ namespace {
 
 constexpr auto kBf16 = ScalarType::BFloat16;
 
-// What the router has chosen: `count` experts a row.
+// What the router has chosen: `count` experts a row, with weights where they matter.
 struct Chosen {
-  Tensor ids, weights;  // [rows, count]; weights undefined where they do not matter
+  Tensor ids;                     // [rows, count]
+  std::optional<Tensor> weights;  // the same
   int64_t rows, count;
 
-  explicit Chosen(const Tensor& given) : ids(dense(given)), weights(ids) {
-    rows = given.size(0);
-    count = given.size(1);
+  explicit Chosen(const Tensor& given, const std::optional<Tensor>& given_weights = std::nullopt)
+      : ids(dense(given)),
+        weights(dense(given_weights)),
+        rows(given.size(0)),
+        count(given.size(1)) {
     check(ids, "topk_ids", ScalarType::Int, rows * count);
-  }
-
-  Chosen(const Tensor& given, const Tensor& given_weights) : Chosen(given) {
-    weights = dense(given_weights);
-    check(weights, "topk_weights", ScalarType::Float, rows * count);
+    if (weights.has_value()) check(*weights, "topk_weights", ScalarType::Float, rows * count);
   }
 
   int64_t entries() const { return rows * count; }
@@ -53,14 +52,14 @@ void routed_down(const uint16_t* act, const Chosen& chosen, const Matrix& w2,
                  const uint16_t* shared, uint16_t* out) {
   const auto outputs = scratch<uint16_t>(chosen.entries() * w2.view.n);
   multiply_entries({act, chosen.entries()}, chosen, w2, {nullptr, outputs.get()});
-  cpu::combine(outputs.get(), data<float>(chosen.weights), data<int32_t>(chosen.ids), shared,
-               chosen.rows, chosen.count, w2.view.experts, w2.view.n, out);
+  cpu::combine(outputs.get(), data_or_null<float>(chosen.weights), data<int32_t>(chosen.ids),
+               shared, chosen.rows, chosen.count, w2.view.experts, w2.view.n, out);
 }
 
 Results router_topk(const Tensor& logits, int64_t top_k, bool renormalize, bool enable_pdl,
                     std::optional<Tensor> topk_weights_out, std::optional<Tensor> topk_ids_out,
                     bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, logits, top_k, renormalize, enable_pdl)) return {};
   const Tensor x = dense(logits);
   const int64_t rows = x.size(0), experts = x.size(1);
@@ -82,7 +81,7 @@ Results fused_add_rms_norm_router_topk(const Tensor& x, const Tensor& residual,
                                        std::optional<Tensor> residual_out,
                                        std::optional<Tensor> topk_weights_out,
                                        std::optional<Tensor> topk_ids_out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, residual, weight, router_weight, top_k, eps, workspace, enable_pdl)) {
     return {};
   }
@@ -134,7 +133,7 @@ Results nvfp4_moe_gate_up(const Tensor& x, const Tensor& topk_ids, const Tensor&
                           const Tensor& shared_w13_scale_2, std::optional<Tensor> workspace,
                           bool enable_pdl, std::optional<Tensor> routed_act_out,
                           std::optional<Tensor> shared_act_out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, topk_ids, w13, w13_scale, w13_scale_2, shared_w13, shared_w13_scale,
                 shared_w13_scale_2, workspace, enable_pdl)) {
     return {};
@@ -150,7 +149,7 @@ Results bf16_moe_gate_up(const Tensor& x, const Tensor& topk_ids, const Tensor& 
                          const Tensor& shared_w13, std::optional<Tensor> workspace, bool enable_pdl,
                          std::optional<Tensor> routed_act_out, std::optional<Tensor> shared_act_out,
                          bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, topk_ids, w13, shared_w13, workspace, enable_pdl)) return {};
   const Chosen chosen(topk_ids);
   if (!checked && !chosen.are_experts(w13.size(0))) return {};
@@ -179,7 +178,7 @@ Results nvfp4_moe_down(const Tensor& routed_act, const Tensor& shared_act,
                        const Tensor& shared_w2_scale, const Tensor& shared_w2_scale_2,
                        std::optional<Tensor> workspace, bool enable_pdl, std::optional<Tensor> out,
                        bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, routed_act, shared_act, topk_weights, topk_ids, w2, w2_scale, w2_scale_2,
                 shared_w2, shared_w2_scale, shared_w2_scale_2, workspace, enable_pdl)) {
     return {};
@@ -194,7 +193,7 @@ Results bf16_moe_down(const Tensor& routed_act, const Tensor& shared_act,
                       const Tensor& topk_weights, const Tensor& topk_ids, const Tensor& w2,
                       const Tensor& shared_w2, std::optional<Tensor> workspace, bool enable_pdl,
                       std::optional<Tensor> out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, routed_act, shared_act, topk_weights, topk_ids, w2, shared_w2, workspace,
                 enable_pdl)) {
     return {};
@@ -227,7 +226,7 @@ Results nvfp4_routed_experts(const Tensor& x, const Tensor& topk_weights, const 
                              const Tensor& w2, const Tensor& w2_scale, const Tensor& w2_scale_2,
                              std::optional<Tensor> shared_output, std::optional<Tensor> workspace,
                              bool enable_pdl, std::optional<Tensor> out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, topk_weights, topk_ids, w13, w13_scale, w13_scale_2, w2, w2_scale,
                 w2_scale_2, shared_output, workspace, enable_pdl)) {
     return {};
@@ -242,7 +241,7 @@ Results bf16_routed_experts(const Tensor& x, const Tensor& topk_weights, const T
                             const Tensor& w13, const Tensor& w2,
                             std::optional<Tensor> shared_output, std::optional<Tensor> workspace,
                             bool enable_pdl, std::optional<Tensor> out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, topk_weights, topk_ids, w13, w2, shared_output, workspace,
                 enable_pdl)) {
     return {};

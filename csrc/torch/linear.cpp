@@ -1,15 +1,7 @@
 // Projections on the CPU, BF16 activations: the ops of flint_kernels/ops/linear.py.
-#include "cpu/norm.h"
 #include "torch/products.h"
 
 namespace flint {
-
-void multiply_silu(const cpu::Activations& x, const Matrix& matrix, uint16_t* act) {
-  const int64_t width = matrix.view.n / 2;
-  const auto gate_up = scratch<uint16_t>(x.rows * 2 * width);
-  multiply(x, matrix, {width, width}, {nullptr, gate_up.get()});
-  cpu::silu_and_mul(gate_up.get(), x.rows, width, act, threads());
-}
 
 namespace {
 
@@ -38,7 +30,7 @@ Results linear_silu(const Tensor& x, const Matrix& matrix, const std::optional<T
 Results nvfp4_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
                      const Tensor& scale_2, std::optional<Shards> shard_sizes, bool enable_pdl,
                      std::optional<Tensor> out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, weight, scale, scale_2, shard_sizes, enable_pdl)) return {};
   return linear(x, Matrix(weight, scale, scale_2), shard_sizes.value_or(Shards{}),
                 ScalarType::BFloat16, out);
@@ -46,7 +38,7 @@ Results nvfp4_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
 
 Results bf16_linear(const Tensor& x, const Tensor& weight, bool enable_pdl,
                     std::optional<Tensor> out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, weight, enable_pdl)) return {};
   return linear(x, Matrix(weight), {}, ScalarType::BFloat16, out);
 }
@@ -54,14 +46,14 @@ Results bf16_linear(const Tensor& x, const Tensor& weight, bool enable_pdl,
 Results nvfp4_linear_silu_and_mul(const Tensor& x, const Tensor& weight, const Tensor& scale,
                                   const Tensor& scale_2, bool enable_pdl, std::optional<Tensor> out,
                                   bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, weight, scale, scale_2, enable_pdl)) return {};
   return linear_silu(x, Matrix(weight, scale, scale_2), out);
 }
 
 Results bf16_linear_silu_and_mul(const Tensor& x, const Tensor& weight, bool enable_pdl,
                                  std::optional<Tensor> out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, weight, enable_pdl)) return {};
   return linear_silu(x, Matrix(weight), out);
 }
@@ -69,14 +61,14 @@ Results bf16_linear_silu_and_mul(const Tensor& x, const Tensor& weight, bool ena
 Results nvfp4_lm_head(const Tensor& x, const Tensor& weight, const Tensor& scale,
                       const Tensor& scale_2, bool enable_pdl, std::optional<Tensor> logits_out,
                       bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, weight, scale, scale_2, enable_pdl)) return {};
   return linear(x, Matrix(weight, scale, scale_2), {}, ScalarType::Float, logits_out);
 }
 
 Results bf16_lm_head(const Tensor& x, const Tensor& weight, bool enable_pdl,
                      std::optional<Tensor> logits_out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, weight, enable_pdl)) return {};
   return linear(x, Matrix(weight), {}, ScalarType::Float, logits_out);
 }

@@ -29,7 +29,7 @@ Tensor output(const Norm& norm, const Tensor& x, const std::optional<Tensor>& gi
 
 Results rms_norm(const Tensor& x, const Tensor& weight, double eps, bool enable_pdl,
                  std::optional<Tensor> out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, weight, eps, enable_pdl)) return {};
   const Norm norm = norm_of(x, weight);
   const Tensor normed = output(norm, x, out);
@@ -42,7 +42,7 @@ Results rms_norm(const Tensor& x, const Tensor& weight, double eps, bool enable_
 Results fused_add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight,
                            double eps, bool enable_pdl, std::optional<Tensor> normed_out,
                            std::optional<Tensor> residual_out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, residual, weight, eps, enable_pdl)) return {};
   const Norm norm = norm_of(x, weight);
   const Tensor added = dense(residual);
@@ -55,7 +55,7 @@ Results fused_add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor
 }
 
 Results silu_and_mul(const Tensor& x, bool enable_pdl, std::optional<Tensor> out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, x, enable_pdl)) return {};
   const Tensor gate_up = dense(x);
   const int64_t width = x.size(x.dim() - 1) / 2;

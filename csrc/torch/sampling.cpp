@@ -9,7 +9,7 @@ namespace {
 Results sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
                const Tensor& top_p, const Tensor& seed, const Tensor& offset, bool enable_pdl,
                std::optional<Tensor> tokens_out, bool checked) {
-  static Admitted admitted;
+  static thread_local Admitted admitted;
   if (!admitted(checked, logits, temperature, top_k, top_p, seed, offset, enable_pdl)) return {};
   const Tensor x = dense(logits);
   const Tensor settings[] = {dense(temperature), dense(top_k), dense(top_p), dense(seed),

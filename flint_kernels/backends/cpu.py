@@ -2,8 +2,8 @@
 
 The plain PyTorch bodies of `flint_kernels.reference` are complete: they need nothing built, they
 are what every other body is tested against, and with FP32 inputs they are the oracle. Where the
-C++ library is there, BF16 calls of the ops that it has go to `native_cpu` instead. Which of the two
-it is stays the same for the whole process.
+C++ library is there, BF16 calls of the ops that it has, and sampling, go to `native_cpu` instead.
+Which of the two it is stays the same for the whole process.
 """
 
 from __future__ import annotations
