@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flint_kernels.backends import native
+from flint_kernels.backends import native, native_cpu
 from flint_kernels.formats import nvfp4, repack
 
 ROOT = Path(__file__).parents[1]
@@ -264,6 +264,21 @@ def test_C10_a_library_older_than_the_package(tmp_path: Path) -> None:
     path = write_build(tmp_path, built.read_bytes(), ops=["flint_native::of_a_newer_package"])
     reason = native.load(path)
     assert "lacks flint_native::of_a_newer_package" in str(reason)
+
+
+def test_C10_a_library_without_an_op_that_the_package_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One built in place before the source changed says of itself that it is whole."""
+    built = tmp_path / "empty.so"
+    (tmp_path / "empty.cpp").write_text("")
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", str(tmp_path / "empty.cpp"), "-o", str(built)], check=True
+    )
+    monkeypatch.setattr(native_cpu, "NAMES", {"rms_norm", "of_a_newer_package"})
+    path = write_build(tmp_path, built.read_bytes(), ops=[])
+    assert "lacks flint_native::of_a_newer_package:" in str(native.load(path))
 
 
 def test_missing_functions_show_at_load() -> None:

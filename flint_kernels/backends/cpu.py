@@ -34,7 +34,7 @@ def register() -> None:
             implement(name, "CPU", reference_body(name))
         else:
             choice = _choice(name, native_cpu.body(name), reference_body(name))
-            shortcut = native_cpu.shortcut(name)
+            shortcut = native_cpu.shortcut(name, native.is_available)
             implement(name, "CPU", choice, out_body=choice, shortcut=shortcut)
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from flint_kernels.backends import native_cpu
+
 DISABLE_VARIABLE = "FLINT_KERNELS_NO_NATIVE"
 """Set to 1 before the first use, this environment variable keeps the library from loading."""
 
@@ -103,7 +105,8 @@ def load(path: Path) -> str | None:
             f"{error.__cause__ or error}. To mend it, "
             f"{_REBUILD}."
         )
-    missing = [op for op in info["ops"] if not _has(op)]
+    needed = {*info["ops"], *(f"flint_native::{name}" for name in native_cpu.NAMES)}
+    missing = sorted(op for op in needed if not _has(op))
     if missing:
         return (
             f"The native library lacks {', '.join(missing)}: it was {versions}, or is older than "

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flint_kernels.backends import native
-
 NAMES = frozenset(
     {
         "rms_norm",
@@ -68,15 +66,18 @@ def body(name: str) -> Callable[..., Any]:
     return call
 
 
-def shortcut(name: str) -> Callable[..., Sequence[Tensor]]:
-    """For `implement`: the library remembers which calls have passed (csrc/torch/call.h)."""
+def shortcut(name: str, is_available: Callable[[], bool]) -> Callable[..., Sequence[Tensor]]:
+    """For `implement`: the library remembers which calls have passed (csrc/torch/call.h).
+
+    `is_available` says whether the library is loaded, and loads it.
+    """
     op: Callable[..., list[Tensor]] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Sequence[Tensor]:
         nonlocal op
         if op is None:
             # Loading the library waits for the first call, so that importing the package is quick.
-            if not native.is_available():
+            if not is_available():
                 return ()
             op = raw(name)
         return op(*args, **kwargs)
