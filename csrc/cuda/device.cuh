@@ -22,9 +22,10 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets the next kernel's CTAs start as soon as there is room. Always after the own wait, so that
-// what that kernel reads before its wait is never a tensor that is still being written two kernels
-// ahead of it.
+// Lets the next kernel's CTAs start as soon as there is room. After the own wait, so that what that
+// kernel reads before its wait is never a tensor that is still being written two kernels ahead of
+// it. Norm and router do so at once, since what follows them reads nothing there but what no kernel
+// of a chain writes: weights, positions and slots.
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

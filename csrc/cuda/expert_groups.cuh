@@ -11,27 +11,31 @@
 
 namespace flint::cuda {
 
-// An entry is a token's choice of an expert, `token * top_k + place`. Entries of the same expert are
-// a group, at most one of each token: an expert that a token names twice is in two groups.
+// An entry is a token's choice of an expert, `token * top_k + place`. Entries of the same expert
+// are a group, at most one of each token: an expert that a token names twice is in two groups.
 struct ExpertGroups {
+  // Where a token chose a group's expert, or -1.
+  alignas(kMostTokens) int8_t place[kMostEntries][kMostTokens];
+  int expert[kMostEntries];  // of a group
   int count;
-  int expert[kMostEntries];               // of a group
-  int8_t place[kMostEntries][kMostTokens];  // where a token chose a group's expert, or -1
-  int8_t group_of[kMostEntries];          // of an entry; -1: it is skipped
-  int key[kMostEntries];                  // equal for the entries of a group; -1: skipped
-  bool leads[kMostEntries];               // whether an entry is the first of its group
+  int8_t group_of[kMostEntries];  // of an entry; -1: it is skipped
 
-  // By the whole CTA of at least kMostEntries threads. A barrier must follow; there are some inside
-  // where there are several tokens.
-  __device__ __forceinline__ void find(const Routing& routing) {
+  // This thread's entry, -1 where it has none. On its way while other things are done.
+  static __device__ __forceinline__ int load(const Routing& routing) {
+    int id = -1;
+    // Not by the read-only path: the kernel ahead may have written it.
+    if (threadIdx.x < routing.tokens * routing.top_k) {
+      id = *static_cast<const volatile int32_t*>(routing.ids + threadIdx.x);
+    }
+    return id;
+  }
+
+  // By the whole CTA of at least kMostEntries threads, with what `load` gave. A barrier must
+  // follow; there are some inside where there are several tokens.
+  __device__ __forceinline__ void find(const Routing& routing, int id) {
     const int entries = routing.tokens * routing.top_k;
     const int entry = static_cast<int>(threadIdx.x);
-    int id = -1;
-    if (entry < entries) {
-      // Not by the read-only path: the kernel ahead may have written it.
-      id = *static_cast<const volatile int32_t*>(routing.ids + entry);
-      if (id >= routing.experts) id = -1;
-    }
+    if (id < 0 || id >= routing.experts) id = -1;
     if (routing.tokens == 1) {
       find_of_one(id, entries);
     } else {
@@ -55,40 +59,65 @@ struct ExpertGroups {
     if (entry == 0) count = __popc(named);
   }
 
+  // All pairs of entries are compared side by side: a thread that walked over its predecessors
+  // would wait for shared memory at each.
   __device__ __forceinline__ void find_of_several(const Routing& routing, int entry, int entries,
                                                   int id) {
-    const int token = entry / routing.top_k, first = token * routing.top_k;
     const bool is_entry = entry < entries;
-    if (is_entry) expert[entry] = id;
+    if (is_entry) {
+      key[entry] = id;
+      mention[entry] = 0;
+      leader[entry] = entry;
+    }
     if (entry < kMostEntries) *reinterpret_cast<uint64_t*>(place[entry]) = ~uint64_t{0};
     __syncthreads();
-    if (is_entry) {
-      int mention = 0;
-      for (int i = first; i < entry; ++i) mention += expert[i] == id ? 1 : 0;
-      key[entry] = id < 0 ? -1 : id * kMostEntries + mention;
+    for_pairs(entries, [&](int i, int j) {
+      if (key[i] == key[j] && i / routing.top_k == j / routing.top_k) atomicAdd(mention + i, 1);
+    });
+    __syncthreads();
+    if (is_entry && id >= 0) key[entry] = id * kMostEntries + mention[entry];
+    __syncthreads();
+    for_pairs(entries, [&](int i, int j) {
+      if (key[i] == key[j]) atomicMin(leader + i, j);
+    });
+    __syncthreads();
+    const bool leads = is_entry && id >= 0 && leader[entry] == entry;
+    if (entry < kMostEntries) {
+      const unsigned leaders = __ballot_sync(0xffffffffu, leads);
+      if (entry % kWarp == 0) leaders_of[entry / kWarp] = leaders;
     }
     __syncthreads();
-    int leader = entry;
     if (is_entry) {
-      for (int i = 0; i < entry; ++i) leader = min(leader, key[i] == key[entry] ? i : leader);
-      leads[entry] = id >= 0 && leader == entry;
-    }
-    __syncthreads();
-    int group = 0;
-    if (is_entry) {
-      for (int i = 0; i < leader; ++i) group += leads[i] ? 1 : 0;
+      const int of = leader[entry];
+      int group = __popc(leaders_of[0] & (of < kWarp ? (1u << of) - 1u : ~0u));
+      if (of >= kWarp) group += __popc(leaders_of[1] & ((1u << (of - kWarp)) - 1u));
       group_of[entry] = static_cast<int8_t>(id >= 0 ? group : -1);
-      if (leads[entry]) expert[group] = id;
-      if (id >= 0) place[group][token] = static_cast<int8_t>(entry - first);
-      if (entry == entries - 1) {
-        int all = 0;
-        for (int i = 0; i < entries; ++i) all += leads[i] ? 1 : 0;
-        count = all;
+      if (leads) expert[group] = id;
+      if (id >= 0) {
+        place[group][entry / routing.top_k] = static_cast<int8_t>(entry % routing.top_k);
       }
     }
+    if (entry == 0) count = __popc(leaders_of[0]) + __popc(leaders_of[1]);
   }
+
+  // Calls `use(i, j)` for all j < i.
+  template <typename Use>
+  __device__ __forceinline__ void for_pairs(int entries, Use&& use) {
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    for (int p = thread; p < kMostEntries * kMostEntries; p += threads) {
+      const int i = p / kMostEntries, j = p % kMostEntries;
+      if (i >= entries) break;
+      if (j < i) use(i, j);
+    }
+  }
+
+  int key[kMostEntries];      // the expert; then equal for the entries of a group; -1: skipped
+  int mention[kMostEntries];  // how often the token has named the expert before
+  int leader[kMostEntries];   // the first entry of the group
+  unsigned leaders_of[kMostEntries / kWarp];
 };
 
+static_assert(kMostEntries == 2 * kWarp);
 static_assert(kMostTokens == sizeof(uint64_t), "a group's places are cleared at once");
 
 }  // namespace flint::cuda

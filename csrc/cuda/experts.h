@@ -1,5 +1,5 @@
-// The experts of a few tokens: gate and up with SiLU, and down with the weighted combine; routed and
-// shared in one launch each. No torch here.
+// The experts of a few tokens: gate and up with SiLU, and down with the weighted combine; routed
+// and shared in one launch each. No torch here.
 #pragma once
 
 #include <cstdint>

@@ -18,12 +18,20 @@ struct Shape {
   unsigned cluster = 1;
 };
 
-inline constexpr size_t kSharedWithoutAsking = 48 * 1024;  // what every kernel may have
+// Every kernel may have 48 KB; what it declares itself comes on top of `shared_bytes`.
+inline constexpr size_t kSharedWithoutAsking = 32 * 1024;
 inline constexpr unsigned kPortableCluster = 8;
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(const Launch& launch, const Shape& shape, void (*kernel)(Parameters...),
                           Arguments&&... arguments) {
+  // Kernels with much shared memory ask for the same division of it and L1: an SM that has to
+  // change that must first be empty, and would never begin with one beside the one ahead of it.
+  if (shape.shared_bytes > 0) {
+    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                            cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) return error;
+  }
   if (shape.shared_bytes > kSharedWithoutAsking) {
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(shape.shared_bytes));
@@ -52,6 +60,14 @@ cudaError_t launch_kernel(const Launch& launch, const Shape& shape, void (*kerne
   config.attrs = attributes;
   config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+// Of the current device.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count > 0 ? count : 1;
 }
 
 // Shared memory is static in the kernels of rows.

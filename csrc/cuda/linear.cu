@@ -4,15 +4,13 @@
 // ahead of the tile that it works on.
 #include "cuda/launch.cuh"
 #include "cuda/linear.h"
-#include "cuda/tiles.h"
-#include "cuda/weight_tiles.cuh"
+#include "cuda/one_token.cuh"
+#include "cuda/tile_stream.cuh"
 
 namespace flint::cuda {
 namespace {
 
-template <typename Format>
 struct Job {
-  typename Format::Matrix weight;
   const float* scale_2;
   int shards;
   int shard_end[kMostShards];
@@ -23,24 +21,23 @@ struct Job {
   int tiles;
   int tokens, width;
   int pieces;  // of a tile, for a warp
-  int trigger = 2;
 };
 
-// The global scales, read ahead of the wait: after it their way from memory would be the last thing
-// that a result waits for.
-template <typename Format>
+// The global scales, read ahead of everything: after the wait their way from memory would be the
+// last thing that a result waits for, and behind the weights the wait would be late. Nothing is
+// computed of them until they are used.
 struct ShardScales {
   float scale[kMostShards];
 
-  __device__ __forceinline__ explicit ShardScales(const Job<Format>& job) {
+  __device__ __forceinline__ ShardScales(const Job& job, bool nvfp4) {
 #pragma unroll
     for (int i = 0; i < kMostShards; ++i) {
-      scale[i] = Format::kSumScale;
-      if (Format::kNvfp4 && i < job.shards) scale[i] *= load_weight(job.scale_2 + i);
+      scale[i] = 1.0f;
+      if (nvfp4 && i < job.shards) scale[i] = load_weight(job.scale_2 + i);
     }
   }
 
-  __device__ __forceinline__ float of_row(const Job<Format>& job, int row) const {
+  __device__ __forceinline__ float of_row(const Job& job, int row) const {
     float found = scale[0];
 #pragma unroll
     for (int i = 1; i < kMostShards; ++i) {
@@ -51,9 +48,9 @@ struct ShardScales {
 };
 
 // Writes an element of a tile of sums; with kSiluAndMul `high` is the one eight rows below.
-template <typename Format, LinearOutput kOutput>
-__device__ __forceinline__ void finish(const Job<Format>& job, const ShardScales<Format>& scales,
-                                       int tile, int row, int token, float sum, float high) {
+template <LinearOutput kOutput>
+__device__ __forceinline__ void finish(const Job& job, const ShardScales& scales, int tile, int row,
+                                       int token, float sum, float high) {
   if (token >= job.tokens) return;
   if constexpr (kOutput == LinearOutput::kSiluAndMul) {
     const int at = tile * kHalfTile + row;
@@ -74,121 +71,141 @@ __device__ __forceinline__ void finish(const Job<Format>& job, const ShardScales
   }
 }
 
-// Dynamic shared memory: the stages of the warps, the activations, the warps' sums of two tiles.
+// Dynamic shared memory: the stages, the activations, the warps' sums of two tiles; with kOne,
+// zeros.
 template <typename Format, LinearOutput kOutput, int kThreads, bool kSplit, int kChunks,
-          int kStages>
-__global__ void __launch_bounds__(kThreads) linear_few(const __grid_constant__ Job<Format> job) {
-  extern __shared__ __align__(128) uint8_t shared[];
+          int kStages, bool kOne>
+__global__ void __launch_bounds__(kThreads, 1)
+    linear_few(const __grid_constant__ Job job,
+               const __grid_constant__ typename Format::Matrix weight) {
   constexpr bool kSilu = kOutput == LinearOutput::kSiluAndMul;
-  constexpr int kWarps = kThreads / kWarp;
-  constexpr int kStageBytes = Format::template kPieceBytes<kChunks>;
+  constexpr int kWarps = kThreads / kWarp, kOwners = kSplit ? 1 : kWarps;
+  constexpr int kSums = kOne ? kTileRows : kTileSums;  // of a warp
+  using Stream = TileStream<Format, kSplit ? kWarps : 1, kChunks, kStages>;
+  constexpr int kPieceChunks = Stream::kPiece / Format::kChunk;
+  extern __shared__ __align__(128) uint8_t shared[];
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int split_warps = kSplit ? kWarps : 1, split_warp = kSplit ? warp : 0;
-  uint8_t* stages = shared + warp * kStages * kStageBytes;
-  uint8_t* staged = shared + kWarps * kStages * kStageBytes;
-  auto* sums = reinterpret_cast<float*>(
-      staged + staged_bytes<Format>(job.tokens, job.pieces * split_warps * kChunks));
-  const int first_tile = static_cast<int>(blockIdx.x) * (kSplit ? 1 : kWarps) + (kSplit ? 0 : warp);
-  const int tile_step = static_cast<int>(gridDim.x) * (kSplit ? 1 : kWarps);
-  // Pieces of the warps lie in turn along the width.
-  const auto chunk_of = [&](int piece) { return (piece * split_warps + split_warp) * kChunks; };
+  const int owner = kSplit ? 0 : warp;  // of the tile
+  const int tokens = kOne ? 1 : job.tokens;
+  uint8_t* staged = shared + kOwners * Stream::kBytes;
+  auto* sums =
+      reinterpret_cast<float*>(staged + staged_bytes<Format>(tokens, job.pieces * kPieceChunks));
+  auto* zeros = reinterpret_cast<uint8_t*>(sums + (kSplit ? 2 * kWarps * kSums : 0));
+  const int first_tile = static_cast<int>(blockIdx.x) * kOwners + owner;
+  const int tile_step = static_cast<int>(gridDim.x) * kOwners;
+  const auto rows_of = [&](int tile) {
+    const int low = tile * (kSilu ? kHalfTile : kTileRows);
+    return kSilu ? TileRows{low, job.rows + low, job.rows, 2 * job.rows}
+                 : TileRows{low, low + kHalfTile, job.rows, job.rows};
+  };
 
-  int fetch_tile = first_tile, fetch_part = 0, fetch_stage = 0;
-  typename Format::template Lane<kChunks> from;
-  const auto find_lane = [&] {
-    const int low = fetch_tile * (kSilu ? kHalfTile : kTileRows);
-    from.find(job.weight,
-              kSilu ? TileRows{low, job.rows + low, job.rows, 2 * job.rows}
-                    : TileRows{low, low + kHalfTile, job.rows, job.rows},
-              job.width);
-  };
+  const ShardScales scales(job, Format::kNvfp4);
+  Stream stream(shared + owner * Stream::kBytes, kSplit ? warp : 0);
+  int fetch_tile = first_tile, fetch_piece = 0;
   const auto fetch_next = [&] {
-    if (fetch_tile < job.tiles) {
-      from.fetch(shared_address(stages) + static_cast<uint32_t>(fetch_stage * kStageBytes),
-                 chunk_of(fetch_part));
-      if (++fetch_part == job.pieces) {
-        fetch_part = 0;
-        fetch_tile += tile_step;
-        find_lane();
-      }
+    if (fetch_tile >= job.tiles) return stream.skip();
+    stream.fetch(weight, rows_of(fetch_tile), job.width, fetch_piece);
+    if (++fetch_piece == job.pieces) {
+      fetch_piece = 0;
+      fetch_tile += tile_step;
     }
-    close_copies();
-    fetch_stage = fetch_stage + 1 == kStages ? 0 : fetch_stage + 1;
   };
-  if (job.trigger == 0) let_next_kernel_start();
-  find_lane();
 #pragma unroll
   for (int i = 0; i < kStages; ++i) fetch_next();
-  const ShardScales<Format> scales(job);
-  if (job.trigger == 1) let_next_kernel_start();
+  if constexpr (kOne) {
+    make_zeros<kChunks>(zeros);
+    __syncthreads();
+  }
   wait_for_previous_kernel();
-  if (job.trigger == 2) let_next_kernel_start();
+  let_next_kernel_start();
+  // A warp stages what it multiplies, or with tiles of its own a part of what all multiply.
+  unsigned shifts = 0;  // of a piece, a bit
+  for (int piece = kSplit ? 0 : warp; piece < job.pieces; piece += kSplit ? 1 : kWarps) {
+    const int chunk = stream.chunk_of(piece);
+    if constexpr (kOne) {
+      const bool shifted = stage_one<kChunks>(staged, job.x, job.width, chunk);
+      shifts |= shifted ? 1u << piece : 0u;
+    } else {
+      stage_chunks<Format, kChunks>(staged, job.x, job.x_stride, tokens, job.width, chunk);
+    }
+  }
   if constexpr (kSplit) {
-    for (int piece = 0; piece < job.pieces; ++piece) {
-      stage_piece<Format, kChunks>(staged, job.x, job.x_stride, job.tokens, job.width,
-                                   chunk_of(piece));
-    }
     __syncwarp();
+  } else if constexpr (kOne) {
+    shifts = __reduce_or_sync(0xffffffffu, shifts);
+    __shared__ unsigned all_shifts[kWarps];
+    if (threadIdx.x % kWarp == 0) all_shifts[warp] = shifts;
+    __syncthreads();
+    shifts = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) shifts |= all_shifts[i];
   } else {
-    for (int piece = warp; piece < job.pieces; piece += kWarps) {
-      stage_piece<Format, kChunks>(staged, job.x, job.x_stride, job.tokens, job.width,
-                                   chunk_of(piece));
-    }
     __syncthreads();
   }
 
-  const int step = staged_step(job.tokens);
-  int stage = 0, buffer = 0;
+  const int step = staged_step(tokens);
+  int buffer = 0;
 #pragma unroll 1
   for (int tile = first_tile; tile < job.tiles; tile += tile_step) {
     TileSums tile_sums;
-    tile_sums.clear();
+    OneTokenSums one_sums;
+    if constexpr (!kOne) tile_sums.clear();
 #pragma unroll 1
     for (int piece = 0; piece < job.pieces; ++piece) {
-      await_copies<kStages - 1>();
-      __syncwarp();
-      Format::template multiply<kChunks>(
-          tile_sums, stages + stage * kStageBytes,
-          staged_chunk<Format>(staged, job.tokens, chunk_of(piece)), step);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-      __syncwarp();
+      const int chunk = stream.chunk_of(piece);
+      if constexpr (kOne) {
+        multiply_one<kChunks>(one_sums, stream, staged + chunk * Format::kChunk * 2, zeros,
+                              (shifts >> piece & 1) != 0);
+      } else {
+        multiply_piece<Format, kChunks>(tile_sums, stream,
+                                        staged_chunk<Format>(staged, tokens, chunk), step);
+      }
       fetch_next();
     }
     if constexpr (kSplit) {
-      float* to = sums + buffer * kWarps * kTileSums;
-      tile_sums.store(to + warp * kTileSums);
-      __syncthreads();
-      const int element = static_cast<int>(threadIdx.x);
-      constexpr int kElements = kSilu ? kTileSums / 2 : kTileSums;
-      if (element < kElements && element % kMostTokens < job.tokens) {
-        float low = 0.0f, high = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kWarps; ++i) {
-          low += to[i * kTileSums + element];
-          if constexpr (kSilu) high += to[i * kTileSums + kElements + element];
-        }
-        finish<Format, kOutput>(job, scales, tile, element / kMostTokens, element % kMostTokens, low,
-                                high);
-      }
+      float* to = sums + buffer * kWarps * kSums;
       buffer ^= 1;
+      if constexpr (kOne) {
+        store_rows(one_sums, to + warp * kSums);
+      } else {
+        tile_sums.store(to + warp * kSums);
+      }
+      __syncthreads();
+      constexpr int kElements = kSilu ? kSums / 2 : kSums, kColumns = kOne ? 1 : kMostTokens;
+      const int element = static_cast<int>(threadIdx.x), token = element % kColumns;
+      if (element < kElements && token < tokens) {
+        constexpr float kScale = kOne ? 1.0f : Format::kSumScale;
+        const float low = warps_total<kWarps, kSums>(to, element) * kScale;
+        const float high =
+            kSilu ? warps_total<kWarps, kSums>(to, element + kElements) * kScale : 0.0f;
+        finish<kOutput>(job, scales, tile, element / kColumns, token, low, high);
+      }
+    } else if constexpr (kOne) {
+      one_sums.collect();
+      const int lane = static_cast<int>(threadIdx.x) % kWarp, row = lane / 4;
+      if (lane % 4 == 0) {
+        finish<kOutput>(job, scales, tile, row, 0, one_sums.low, one_sums.high);
+        if constexpr (!kSilu) {
+          finish<kOutput>(job, scales, tile, row + kHalfTile, 0, one_sums.high, 0.0f);
+        }
+      }
     } else {
       const int lane = static_cast<int>(threadIdx.x) % kWarp, row = lane / 4, token = lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float low = tile_sums.total(i), high = tile_sums.total(2 + i);
-        finish<Format, kOutput>(job, scales, tile, row, token + i, low, high);
+        const float low = tile_sums.total(i) * Format::kSumScale;
+        const float high = tile_sums.total(2 + i) * Format::kSumScale;
+        finish<kOutput>(job, scales, tile, row, token + i, low, high);
         if constexpr (!kSilu) {
-          finish<Format, kOutput>(job, scales, tile, row + kHalfTile, token + i, high, 0.0f);
+          finish<kOutput>(job, scales, tile, row + kHalfTile, token + i, high, 0.0f);
         }
       }
     }
   }
 }
 
-template <typename Format>
-Job<Format> job_of(const Linear& in) {
-  Job<Format> job{};
-  job.weight = Format::matrix(in.weight.elements, in.weight.scales);
+Job job_of(const Linear& in) {
+  Job job{};
   job.scale_2 = in.scale_2;
   job.shards = in.shards;
   for (int i = 0; i < kMostShards; ++i) {
@@ -205,38 +222,82 @@ Job<Format> job_of(const Linear& in) {
   return job;
 }
 
-template <typename Format, LinearOutput kOutput, int kThreads, bool kSplit, int kChunks, int kStages>
-cudaError_t launch_plan(Job<Format>& job, int most_ctas, const Launch& launch) {
-  constexpr int kWarps = kThreads / kWarp;
-  const int chunks = static_cast<int>(ceil_div(job.width, Format::kChunk));
-  job.pieces = static_cast<int>(ceil_div(chunks, kChunks * (kSplit ? kWarps : 1)));
+constexpr int kAllCtas = 1 << 20;
+
+// How a kernel is made for a format and a shape: kThreads threads, which split a tile or not, and
+// kStages stages of kChunks chunks a warp.
+template <int kThreads_, bool kSplit_, int kChunks_, int kStages_>
+struct Plan {
+  static constexpr int kThreads = kThreads_, kChunks = kChunks_, kStages = kStages_;
+  static constexpr bool kSplit = kSplit_;
+};
+
+template <typename Format, LinearOutput kOutput, typename P, bool kOne>
+cudaError_t launch_tokens(const Linear& in, int most_ctas, const Launch& launch) {
+  constexpr int kWarps = P::kThreads / kWarp, kOwners = P::kSplit ? 1 : kWarps;
+  using Stream = TileStream<Format, P::kSplit ? kWarps : 1, P::kChunks, P::kStages>;
+  Job job = job_of(in);
+  job.pieces = Stream::pieces(job.width);
   Shape shape;
-  shape.grid = static_cast<unsigned>(least(ceil_div(job.tiles, kSplit ? 1 : kWarps), most_ctas));
-  shape.block = kThreads;
+  shape.grid = static_cast<unsigned>(least(ceil_div(job.tiles, kOwners), most_ctas));
+  shape.block = P::kThreads;
   shape.shared_bytes =
-      size_t{kWarps} * kStages * Format::template kPieceBytes<kChunks> +
-      staged_bytes<Format>(job.tokens, job.pieces * kChunks * (kSplit ? kWarps : 1)) +
-      (kSplit ? 2 * size_t{kWarps} * kTileSums * sizeof(float) : 0);
-  return launch_kernel(launch, shape, linear_few<Format, kOutput, kThreads, kSplit, kChunks, kStages>,
-                       job);
+      size_t{kOwners} * Stream::kBytes +
+      staged_bytes<Format>(job.tokens, job.pieces * Stream::kPiece / Format::kChunk) +
+      (P::kSplit ? 2 * size_t{kWarps} * (kOne ? kTileRows : kTileSums) * sizeof(float) : 0) +
+      (kOne ? kZeroBytes<P::kChunks> : 0);
+  return launch_kernel(
+      launch, shape,
+      linear_few<Format, kOutput, P::kThreads, P::kSplit, P::kChunks, P::kStages, kOne>, job,
+      Format::matrix(in.weight.elements, in.weight.scales));
 }
 
-template <typename Format, LinearOutput kOutput>
-cudaError_t launch_output(const Linear& in, const Launch& launch) {
-  Job<Format> job = job_of<Format>(in);
-  return launch_plan<Format, kOutput, 256, true, 2, 2>(job, 264, launch);
-}
-
-template <typename Format>
-cudaError_t launch_format(const Linear& in, const Launch& launch) {
-  switch (in.output) {
-    case LinearOutput::kSiluAndMul:
-      return launch_output<Format, LinearOutput::kSiluAndMul>(in, launch);
-    case LinearOutput::kLogits:
-      return launch_output<Format, LinearOutput::kLogits>(in, launch);
-    default:
-      return launch_output<Format, LinearOutput::kRounded>(in, launch);
+template <typename Format, LinearOutput kOutput, typename P>
+cudaError_t launch_plan(const Linear& in, int most_ctas, const Launch& launch) {
+  if constexpr (Format::kNvfp4) {
+    using Stream = TileStream<Format, P::kSplit ? P::kThreads / kWarp : 1, P::kChunks, P::kStages>;
+    if (in.tokens == 1 && Stream::pieces(in.width) <= kMostPiecesOfOne) {
+      return launch_tokens<Format, kOutput, P, true>(in, most_ctas, launch);
+    }
   }
+  return launch_tokens<Format, kOutput, P, false>(in, most_ctas, launch);
+}
+
+// Chosen by times on an H200 with Flint's shapes.
+template <LinearOutput kOutput>
+cudaError_t launch_nvfp4(const Linear& in, const Launch& launch) {
+  using Odd = Plan<256, true, 1, 2>;
+  using Narrow = Plan<128, true, 4, 1>;
+  using Middle = Plan<256, true, 4, 1>;
+  using Wide = Plan<256, true, 6, 1>;
+  if (in.width % kScaleCopyWidth != 0)
+    return launch_plan<Nvfp4, kOutput, Odd>(in, kAllCtas, launch);
+  if constexpr (kOutput == LinearOutput::kLogits) {
+    return launch_plan<Nvfp4, kOutput, Plan<384, false, 4, 3>>(in, multiprocessors(), launch);
+  }
+  if constexpr (kOutput == LinearOutput::kSiluAndMul) {
+    return launch_plan<Nvfp4, kOutput, Plan<128, true, 4, 2>>(in, 3 * multiprocessors(), launch);
+  }
+  if (in.width <= 2048) return launch_plan<Nvfp4, kOutput, Narrow>(in, kAllCtas, launch);
+  if (in.width <= 4096) return launch_plan<Nvfp4, kOutput, Middle>(in, kAllCtas, launch);
+  return launch_plan<Nvfp4, kOutput, Wide>(in, kAllCtas, launch);
+}
+
+template <LinearOutput kOutput>
+cudaError_t launch_bf16(const Linear& in, const Launch& launch) {
+  if constexpr (kOutput == LinearOutput::kLogits) {
+    return launch_plan<Bf16, kOutput, Plan<256, false, 4, 2>>(in, multiprocessors(), launch);
+  }
+  if (in.width <= 2048) {
+    return launch_plan<Bf16, kOutput, Plan<256, true, 4, 1>>(in, kAllCtas, launch);
+  }
+  return launch_plan<Bf16, kOutput, Plan<256, true, 4, 2>>(in, kAllCtas, launch);
+}
+
+template <LinearOutput kOutput>
+cudaError_t launch_output(const Linear& in, const Launch& launch) {
+  return in.weight.scales != nullptr ? launch_nvfp4<kOutput>(in, launch)
+                                     : launch_bf16<kOutput>(in, launch);
 }
 
 }  // namespace
@@ -249,13 +310,19 @@ bool linear_fits(const Linear& in) {
   return 1 <= in.tokens && in.tokens <= kMostTokens && 0 < in.width &&
          in.width % (nvfp4 ? 64 : 8) == 0 && int64_t{in.tokens} * in.width <= 8 * 6144 &&
          0 < in.rows && in.rows < (1 << 30) && 1 <= in.shards && in.shards <= kMostShards &&
-         aligned(in.weight.elements, 16) && (!nvfp4 || aligned(in.weight.scales, 4)) &&
+         aligned(in.weight.elements, 16) && (!nvfp4 || aligned(in.weight.scales, 16)) &&
          keeps_alignment(reinterpret_cast<uint64_t>(in.x), in.tokens > 1 ? in.x_stride : 0, 2, 16);
 }
 
 cudaError_t linear(const Linear& in, const Launch& launch) {
-  return in.weight.scales != nullptr ? launch_format<Nvfp4>(in, launch)
-                                     : launch_format<Bf16>(in, launch);
+  switch (in.output) {
+    case LinearOutput::kSiluAndMul:
+      return launch_output<LinearOutput::kSiluAndMul>(in, launch);
+    case LinearOutput::kLogits:
+      return launch_output<LinearOutput::kLogits>(in, launch);
+    default:
+      return launch_output<LinearOutput::kRounded>(in, launch);
+  }
 }
 
 }  // namespace flint::cuda

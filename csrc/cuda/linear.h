@@ -29,10 +29,10 @@ struct Linear {
   const float* scale_2;  // [shards], on the device; null for BF16
   int shards;
   int64_t shard_end[kMostShards];
-  const void* x;     // [tokens, width] BF16, x_stride elements apart
+  const void* x;  // [tokens, width] BF16, x_stride elements apart
   int64_t x_stride;
-  void* out;         // dense
-  int64_t rows;      // of the weight
+  void* out;     // dense
+  int64_t rows;  // of the weight
   int tokens, width;
   LinearOutput output;
 };

@@ -1,25 +1,18 @@
 // A CTA has 16 rows of the output: of the same rows of all chosen experts and of the shared one.
-// The warps take pieces of these in turn, one expert's at a time, and leave each piece's sums in
-// shared memory; at the end they are added, weighted and combined in the order of selection.
+// The warps take pieces of these in turn, one expert's at a time, and leave each piece's sums
+// in shared memory; at the end they are added, weighted and combined in the order of selection.
 #include "cuda/expert_groups.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/split_tile.cuh"
+#include "cuda/one_token.cuh"
+#include "cuda/tile_stream.cuh"
 
 namespace flint::cuda {
 namespace {
 
-template <typename Format>
 struct Job {
   MoeDown in;
-  typename Format::Matrix routed, shared;
   int shared_pieces, expert_pieces;
 };
-
-// Rows of activations that all warps multiply with, in the order of the lanes, one after another.
-template <typename Format>
-__host__ __device__ constexpr int row_bytes(int pieces, int chunks) {
-  return staged_bytes<Format>(1, pieces * chunks);
-}
 
 template <typename Format>
 __device__ __forceinline__ void stage_rows(uint8_t* to, int bytes, const void* from, int rows,
@@ -36,139 +29,195 @@ __device__ __forceinline__ void stage_rows(uint8_t* to, int bytes, const void* f
   }
 }
 
-// Dynamic shared memory: the stages of the warps, the activations of all entries and of the shared
-// expert, the sums of all pieces.
-template <typename Format, int kThreads, int kChunks, int kStages>
-__global__ void __launch_bounds__(kThreads) moe_down_few(const __grid_constant__ Job<Format> job) {
+// Dynamic shared memory: the stages, the activations of all entries and of the shared expert, the
+// warps' sums of all pieces, the experts' outputs.
+template <typename Format, int kThreads, int kChunks, int kStages, bool kOne>
+__global__ void __launch_bounds__(kThreads, 1)
+    moe_down_few(const __grid_constant__ Job job,
+                 const __grid_constant__ typename Format::Matrix routed,
+                 const __grid_constant__ typename Format::Matrix common) {
   constexpr int kWarps = kThreads / kWarp;
-  constexpr int kStageBytes = Format::template kPieceBytes<kChunks>;
+  constexpr int kSums = kOne ? kTileRows : kTileSums;  // of a piece
+  constexpr int kColumns = kOne ? 1 : kMostTokens;     // of these
+  using Stream = TileStream<Format, 1, kChunks, kStages>;
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ __align__(8) ExpertGroups groups;
+  __shared__ ExpertGroups groups;
   __shared__ float scales[kMostEntries], weights[kMostEntries];  // of an entry
   const MoeDown& in = job.in;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
-  const int tokens = in.routing.tokens, entries = tokens * in.routing.top_k;
-  const int entry_bytes = row_bytes<Format>(job.expert_pieces, kChunks);
-  const int shared_bytes = row_bytes<Format>(job.shared_pieces, kChunks);
-  uint8_t* stages = shared + warp * kStages * kStageBytes;
-  uint8_t* entry_rows = shared + kWarps * kStages * kStageBytes;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+  const int warp = thread / kWarp;
+  const int tokens = kOne ? 1 : in.routing.tokens, entries = tokens * in.routing.top_k;
+  constexpr int kPieceBytes = Stream::kPiece * 2;  // of a row of activations
+  const int entry_bytes = job.expert_pieces * kPieceBytes;
+  const int shared_bytes = job.shared_pieces * kPieceBytes;
+  uint8_t* staged = shared + kWarps * Stream::kBytes;
+  uint8_t* entry_rows = staged;
   uint8_t* shared_rows = entry_rows + entries * entry_bytes;
-  auto* sums = reinterpret_cast<float*>(shared_rows + tokens * shared_bytes);
+  uint8_t* zeros = shared_rows + tokens * shared_bytes;
+  auto* sums = reinterpret_cast<float*>(zeros + (kOne ? kZeroBytes<kChunks> : 0));
   const int first = static_cast<int>(blockIdx.x) * kTileRows;
   const TileRows rows{first, first + kHalfTile, in.hidden, in.hidden};
 
-  // Ahead of the wait: the kernel in front of this has passed its own, so ids and weights are there.
-  groups.find(in.routing);
+  float shared_scale = 1.0f;
+  if constexpr (Format::kNvfp4) shared_scale = load_weight(in.shared_scale_2);
+  // Ahead of the wait: the kernel in front of this has passed its own, so ids and weights are
+  // there.
+  Stream stream(shared + warp * Stream::kBytes, 0);
+  groups.find(in.routing, groups.load(in.routing));
+  if constexpr (kOne) make_zeros<kChunks>(zeros);
   __syncthreads();
   const int pieces = job.shared_pieces + groups.count * job.expert_pieces;
-  int fetch_piece = warp, fetch_stage = 0;
-  const auto fetch_next = [&] {
-    if (fetch_piece < pieces) {
-      typename Format::template Lane<kChunks> from;
-      int part = fetch_piece;
-      if (part < job.shared_pieces) {
-        from.find(job.shared, rows, in.shared_size);
-      } else {
-        part -= job.shared_pieces;
-        const int64_t row = int64_t{groups.expert[part / job.expert_pieces]} * in.hidden;
-        from.find(Format::from_row(job.routed, row, in.routed_size), rows, in.routed_size);
-        part %= job.expert_pieces;
-      }
-      from.fetch(shared_address(stages) + static_cast<uint32_t>(fetch_stage * kStageBytes),
-                 part * kChunks);
-      fetch_piece += kWarps;
-    }
-    close_copies();
-    fetch_stage = fetch_stage + 1 == kStages ? 0 : fetch_stage + 1;
+  // Where piece `piece` of all lies.
+  struct Part {
+    int width, piece;
+    int group;  // -1: the shared expert's
   };
+  const auto part_of = [&](int piece) {
+    if (piece < job.shared_pieces) return Part{in.shared_size, piece, -1};
+    const int routed_piece = piece - job.shared_pieces;
+    if (job.expert_pieces == 1) return Part{in.routed_size, 0, routed_piece};  // without a division
+    const int group = routed_piece / job.expert_pieces;
+    return Part{in.routed_size, routed_piece - group * job.expert_pieces, group};
+  };
+  int fetch_piece = warp;
+  const auto fetch_next = [&] {
+    if (fetch_piece >= pieces) return stream.skip();
+    const Part part = part_of(fetch_piece);
+    const bool is_shared = part.group < 0;
+    const int64_t expert = is_shared ? 0 : groups.expert[part.group];
+    stream.fetch(is_shared ? common : Format::from_row(routed, expert * in.hidden, part.width),
+                 rows, part.width, part.piece);
+    fetch_piece += kWarps;
+  };
+  const bool weighs = thread < entries && groups.group_of[thread] >= 0;
+  float scale = 1.0f, weight = 0.0f;  // of this thread's entry
+  if (weighs) {
+    const int expert = groups.expert[groups.group_of[thread]];
+    if constexpr (Format::kNvfp4) scale = load_weight(in.routed_scale_2 + expert);
+    weight = load_weight(in.weights + thread);
+  }
 #pragma unroll
   for (int i = 0; i < kStages; ++i) fetch_next();
-  if (thread < entries && groups.group_of[thread] >= 0) {
-    scales[thread] = Format::kSumScale;
-    if constexpr (Format::kNvfp4) {
-      scales[thread] *= load_weight(in.routed_scale_2 + groups.expert[groups.group_of[thread]]);
-    }
-    weights[thread] = load_weight(in.weights + thread);
-  }
-  float shared_scale = Format::kSumScale;
-  if constexpr (Format::kNvfp4) shared_scale *= load_weight(in.shared_scale_2);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  stage_rows<Format>(entry_rows, entry_bytes, in.routed_act, entries, in.routed_size);
-  stage_rows<Format>(shared_rows, shared_bytes, in.shared_act, tokens, in.shared_size);
+  unsigned shifts = 0;  // of this warp's pieces, a bit each
+  if constexpr (kOne) {
+    // A warp stages what it multiplies.
+    int bit = 0;
+    for (int piece = warp; piece < pieces; piece += kWarps, ++bit) {
+      const Part part = part_of(piece);
+      const auto* x = static_cast<const uint16_t*>(in.shared_act);
+      if (part.group >= 0) {
+        x = static_cast<const uint16_t*>(in.routed_act) +
+            groups.place[part.group][0] * in.routed_size;
+      }
+      // A stage's chunks begin at the piece's, whatever part of the row it is.
+      const int first = part.piece * Stream::kPiece;
+      const bool shifted =
+          stage_one<kChunks>(staged + piece * kPieceBytes, x + first, part.width - first, 0);
+      shifts |= shifted ? 1u << bit : 0u;
+    }
+  } else {
+    stage_rows<Format>(entry_rows, entry_bytes, in.routed_act, entries, in.routed_size);
+    stage_rows<Format>(shared_rows, shared_bytes, in.shared_act, tokens, in.shared_size);
+  }
+  if (weighs) {
+    scales[thread] = scale;
+    weights[thread] = weight;
+  }
   __syncthreads();
 
-  int stage = 0;
 #pragma unroll 1
   for (int piece = warp; piece < pieces; piece += kWarps) {
-    const int token = min(lane / 4, tokens - 1);
-    int part = piece;
-    const uint8_t* x;
-    if (part < job.shared_pieces) {
-      x = shared_rows + token * shared_bytes;
+    if constexpr (kOne) {
+      OneTokenSums piece_sums;
+      multiply_one<kChunks>(piece_sums, stream, staged + piece * kPieceBytes, zeros,
+                            (shifts & 1) != 0);
+      shifts >>= 1;
+      store_rows(piece_sums, sums + piece * kSums);
     } else {
-      part -= job.shared_pieces;
-      // A token that did not choose the expert multiplies what nobody reads.
-      const int place = max(groups.place[part / job.expert_pieces][token], 0);
-      x = entry_rows + (token * in.routing.top_k + place) * entry_bytes;
-      part %= job.expert_pieces;
+      const int token = min(lane / 4, tokens - 1);
+      const Part part = part_of(piece);
+      const uint8_t* x = shared_rows + token * shared_bytes;
+      if (part.group >= 0) {
+        // A token that did not choose the expert multiplies what nobody reads.
+        const int place = max(groups.place[part.group][token], 0);
+        x = entry_rows + (token * in.routing.top_k + place) * entry_bytes;
+      }
+      x += (stream.chunk_of(part.piece) * Format::kVectors * 4 + lane % 4) * kVectorBytes;
+      TileSums piece_sums;
+      piece_sums.clear();
+      multiply_piece<Format, kChunks>(piece_sums, stream, x, staged_step(1));
+      piece_sums.store(sums + piece * kSums);
     }
-    x += (part * kChunks * Format::kVectors * 4 + lane % 4) * kVectorBytes;
-    TileSums piece_sums;
-    piece_sums.clear();
-    await_copies<kStages - 1>();
-    __syncwarp();
-    Format::template multiply<kChunks>(piece_sums, stages + stage * kStageBytes, x, staged_step(1));
-    piece_sums.store(sums + piece * kTileSums);
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-    __syncwarp();
     fetch_next();
   }
   __syncthreads();
 
-  const int token = thread % kMostTokens, row = first + thread / kMostTokens;
-  if (thread >= kTileSums || token >= tokens || row >= in.hidden) return;
-  const auto total_of = [&](int first_piece, int count) {
-    float total = sums[first_piece * kTileSums + thread];
-    for (int i = 1; i < count; ++i) total += sums[(first_piece + i) * kTileSums + thread];
-    return total;
-  };
-  float routed = 0.0f;
-  for (int place = 0; place < in.routing.top_k; ++place) {
-    const int entry = token * in.routing.top_k + place, group = groups.group_of[entry];
-    if (group < 0) continue;
-    const float y = rounded(uint16_t{}, total_of(job.shared_pieces + group * job.expert_pieces,
-                                                 job.expert_pieces) *
-                                            scales[entry]);
-    // Not contracted: the product is rounded before it is added, as the reference does.
-    routed = __fadd_rn(routed, __fmul_rn(weights[entry], y));
+  // The experts' outputs, weighted, all at once; the shared one's comes after a token's others.
+  const int places = in.routing.top_k + 1;
+  float* outputs = sums + pieces * kSums;
+  for (int i = thread; i < places * kTileRows * tokens; i += kThreads) {
+    const int token = i % tokens, row = i / tokens % kTileRows, place = i / tokens / kTileRows;
+    const bool is_shared = place == in.routing.top_k;
+    const int entry = token * in.routing.top_k + place;
+    const int group = is_shared ? 0 : groups.group_of[entry];
+    float output = 0.0f;
+    if (group >= 0) {
+      const int from = is_shared ? 0 : job.shared_pieces + group * job.expert_pieces;
+      const int count = is_shared ? job.shared_pieces : job.expert_pieces;
+      const float* at = sums + from * kSums + row * kColumns + token;
+      float total = at[0];
+      for (int j = 1; j < count; ++j) total += at[j * kSums];
+      total *= (kOne ? 1.0f : Format::kSumScale) * (is_shared ? shared_scale : scales[entry]);
+      // Rounded before it is added, as the reference does.
+      output = rounded(uint16_t{}, total);
+      if (!is_shared) output = __fmul_rn(output, weights[entry]);
+    }
+    outputs[i] = output;
   }
-  const float common = total_of(0, job.shared_pieces) * shared_scale;
-  store_rounded(static_cast<uint16_t*>(in.out) + token * in.hidden + row,
-                rounded(uint16_t{}, routed) + rounded(uint16_t{}, common));
+  __syncthreads();
+
+  const int token = thread % tokens, row = thread / tokens;
+  if (row >= kTileRows || first + row >= in.hidden) return;
+  const float* at = outputs + thread;
+  float sum = 0.0f;
+#pragma unroll 6
+  for (int place = 0; place < in.routing.top_k; ++place) {
+    sum = __fadd_rn(sum, at[place * kTileRows * tokens]);
+  }
+  store_rounded(static_cast<uint16_t*>(in.out) + token * in.hidden + first + row,
+                rounded(uint16_t{}, sum) + at[in.routing.top_k * kTileRows * tokens]);
 }
 
-template <typename Format, int kThreads, int kChunks, int kStages>
+template <typename Format, int kThreads, int kChunks, int kStages, bool kOne = false>
 cudaError_t launch_plan(const MoeDown& in, const Launch& launch) {
-  Job<Format> job{};
+  constexpr int kWarps = kThreads / kWarp;
+  using Stream = TileStream<Format, 1, kChunks, kStages>;
+  if constexpr (Format::kNvfp4 && !kOne) {
+    const int pieces =
+        Stream::pieces(in.shared_size) + in.routing.top_k * Stream::pieces(in.routed_size);
+    if (in.routing.tokens == 1 && pieces <= kWarps * kMostPiecesOfOne) {
+      return launch_plan<Format, kThreads, kChunks, kStages, true>(in, launch);
+    }
+  }
+  Job job{};
   job.in = in;
-  job.routed = Format::matrix(in.routed.elements, in.routed.scales);
-  job.shared = Format::matrix(in.shared.elements, in.shared.scales);
-  const auto pieces = [](int width) {
-    return static_cast<int>(ceil_div(ceil_div(width, Format::kChunk), kChunks));
-  };
-  job.shared_pieces = pieces(in.shared_size);
-  job.expert_pieces = pieces(in.routed_size);
+  job.shared_pieces = Stream::pieces(in.shared_size);
+  job.expert_pieces = Stream::pieces(in.routed_size);
   const int tokens = in.routing.tokens, entries = tokens * in.routing.top_k;
+  const size_t row = Stream::kPiece * 2, tile = (kOne ? kTileRows : kTileSums) * sizeof(float);
   Shape shape;
   shape.grid = static_cast<unsigned>(ceil_div(in.hidden, kTileRows));
   shape.block = kThreads;
   shape.shared_bytes =
-      size_t{kThreads / kWarp} * kStages * Format::template kPieceBytes<kChunks> +
-      size_t(entries) * row_bytes<Format>(job.expert_pieces, kChunks) +
-      size_t(tokens) * row_bytes<Format>(job.shared_pieces, kChunks) +
-      size_t(job.shared_pieces + entries * job.expert_pieces) * kTileSums * sizeof(float);
-  return launch_kernel(launch, shape, moe_down_few<Format, kThreads, kChunks, kStages>, job);
+      size_t{kWarps} * Stream::kBytes +
+      (size_t(entries) * job.expert_pieces + size_t(tokens) * job.shared_pieces) * row +
+      size_t(job.shared_pieces + entries * job.expert_pieces) * tile +
+      size_t(in.routing.top_k + 1) * tile + (kOne ? kZeroBytes<kChunks> : 0);
+  return launch_kernel(launch, shape, moe_down_few<Format, kThreads, kChunks, kStages, kOne>, job,
+                       Format::matrix(in.routed.elements, in.routed.scales),
+                       Format::matrix(in.shared.elements, in.shared.scales));
 }
 
 }  // namespace
@@ -190,15 +239,15 @@ bool moe_down_fits(const MoeDown& in) {
 }
 
 cudaError_t moe_down(const MoeDown& in, const Launch& launch) {
-  const bool few = in.routing.tokens == 1;
+  const bool one = in.routing.tokens == 1;
   if (in.routed.scales == nullptr) {
-    return few ? launch_plan<Bf16, 512, 4, 1>(in, launch)
-               : launch_plan<Bf16, 256, 4, 2>(in, launch);
+    return one ? launch_plan<Bf16, 512, 4, 1>(in, launch)
+               : launch_plan<Bf16, 256, 4, 1>(in, launch);
   }
-  if (in.routed_size % 256 != 0 || in.shared_size % 256 != 0) {
+  if (in.routed_size % kScaleCopyWidth != 0 || in.shared_size % kScaleCopyWidth != 0) {
     return launch_plan<Nvfp4, 256, 1, 2>(in, launch);
   }
-  return few ? launch_plan<Nvfp4, 512, 2, 1>(in, launch)
+  return one ? launch_plan<Nvfp4, 256, 4, 1>(in, launch)
              : launch_plan<Nvfp4, 512, 2, 2>(in, launch);
 }
 

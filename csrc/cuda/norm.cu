@@ -119,6 +119,8 @@ __global__ void __launch_bounds__(kThreads) rms_norm_cta(const __grid_constant__
   const int first = static_cast<int>(threadIdx.x) * kVector;
   const auto there = [&](int i) { return kWidth != 0 || first + i * step < norm.width; };
 
+  // At once, ahead of the wait: a few rows take less time than the next kernel's weights to arrive.
+  let_next_kernel_start();
   uint4 weight[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -127,7 +129,6 @@ __global__ void __launch_bounds__(kThreads) rms_norm_cta(const __grid_constant__
     }
   }
   wait_for_previous_kernel();
-  let_next_kernel_start();
 
   Packed<kAdd> part[kVectors];
 #pragma unroll

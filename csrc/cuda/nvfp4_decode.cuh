@@ -52,4 +52,15 @@ __device__ __forceinline__ ScalePairs decode_scales(uint16_t two) {
   return {pack_bf16(low, low), pack_bf16(high, high)};
 }
 
+// Two E4M3 scales as they are.
+__device__ __forceinline__ float2 decode_scales_fp32(uint16_t two) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+  float2 scales;
+  asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+      : "=f"(scales.x), "=f"(scales.y)
+      : "r"(halves));
+  return scales;
+}
+
 }  // namespace flint::cuda

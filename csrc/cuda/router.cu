@@ -1,28 +1,31 @@
 // One cluster of up to 16 CTAs, each with 16 experts. Every CTA norms all tokens for itself, which
-// costs less than to wait for another kernel's result; CTA m of the cluster gets the logits of token
-// m from all and chooses.
+// costs less than to wait for another kernel's result; CTA m of the cluster gets the logits of
+// token m from all and chooses.
 #include "cuda/cluster.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/router.h"
-#include "cuda/split_tile.cuh"
+#include "cuda/tile_stream.cuh"
 #include "topk_key.h"
 
 namespace flint::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
+// The norm's threads: half of the CTA for every other token.
+constexpr int kRowThreads = 256;
+constexpr int kRowWarps = kRowThreads / kWarp;
 constexpr int kMostCluster = 16;
 constexpr int kMostExperts = kMostCluster * kTileRows;
 constexpr int kLaneExperts = kMostExperts / kWarp;
-constexpr int kChunks = 4;
 
-using Tile = SplitTile<Bf16, kThreads, kChunks, 1>;
-static_assert(kWarps == kMostTokens, "a warp chooses for a token where the cluster is one CTA");
+constexpr int kChunks = 2;
+using Stream = TileStream<Bf16, kWarps, kChunks, 1>;
 
 struct Job {
   NormRouter in;
   float inverse_width;
+  int slice;  // vectors of a row that a CTA writes
 };
 
 // One vector of a token's row, as `rms_norm_cta` adds and norms it, bit by bit.
@@ -60,77 +63,100 @@ __device__ __forceinline__ float logit_of(uint32_t key) {
   return __uint_as_float((rank >> 31) != 0 ? rank & 0x7fffffffu : ~rank & 0xffff0000u);
 }
 
-// By one warp: a token's experts out of their keys.
+__device__ __forceinline__ void order(uint32_t& high, uint32_t& low) {
+  const uint32_t larger = max(high, low);
+  low = min(high, low);
+  high = larger;
+}
+
+// Falling, by a network of comparators.
+__device__ __forceinline__ void sort(uint32_t (&keys)[8]) {
+  constexpr int kNetwork[19][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6},
+                                   {5, 7}, {1, 2}, {5, 6}, {0, 4}, {3, 7}, {1, 5}, {2, 6},
+                                   {1, 4}, {3, 6}, {2, 4}, {3, 5}, {3, 4}};
+#pragma unroll
+  for (const auto& pair : kNetwork) order(keys[pair[0]], keys[pair[1]]);
+}
+static_assert(kLaneExperts == 8, "the network is for eight");
+
+// By one warp: a token's experts out of their keys. With kTopK known, no step waits for a loop.
+template <int kTopK>
 __device__ __forceinline__ void choose(const NormRouter& in, const uint32_t* keys, int token) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int top_k = kTopK > 0 ? kTopK : in.top_k;
   uint32_t mine[kLaneExperts];
 #pragma unroll
   for (int i = 0; i < kLaneExperts; ++i) {
     const int expert = i * kWarp + lane;
     mine[i] = expert < in.experts ? keys[expert] : 0;
   }
-  float total = 0.0f;
-  // In rounds of a warp, since a lane keeps one of the chosen.
-  float score = 0.0f;
-  uint32_t chosen = 0;
-  for (int round = 0; round < in.top_k; ++round) {
-    uint32_t best = mine[0];
+  sort(mine);
+  uint32_t chosen = 0;  // lane r keeps the r-th
 #pragma unroll
-    for (int i = 1; i < kLaneExperts; ++i) best = max(best, mine[i]);
-    best = __reduce_max_sync(0xffffffffu, best);
-#pragma unroll
-    for (int i = 0; i < kLaneExperts; ++i) mine[i] = mine[i] == best ? 0 : mine[i];
+  for (int round = 0; round < top_k; ++round) {
+    const uint32_t best = __reduce_max_sync(0xffffffffu, mine[0]);
     if (round == lane) chosen = best;
+    const bool taken = mine[0] == best;
+#pragma unroll
+    for (int i = 0; i + 1 < kLaneExperts; ++i) mine[i] = taken ? mine[i + 1] : mine[i];
+    if (taken) mine[kLaneExperts - 1] = 0;
   }
-  score = 1.0f / (1.0f + expf(-logit_of(chosen)));
-  for (int round = 0; round < in.top_k; ++round) {
-    const float other = __shfl_sync(0xffffffffu, score, round);
-    total = round == 0 ? other : total + other;
-  }
-  if (lane < in.top_k) {
-    in.weights[token * in.top_k + lane] = rounded(uint16_t{}, score / (total + 1e-20f));
-    in.ids[token * in.top_k + lane] = static_cast<int32_t>(topk_index_bf16(chosen));
+  const float score = 1.0f / (1.0f + expf(-logit_of(chosen)));
+  float total = __shfl_sync(0xffffffffu, score, 0);
+#pragma unroll
+  for (int round = 1; round < top_k; ++round) total += __shfl_sync(0xffffffffu, score, round);
+  if (lane < top_k) {
+    in.ids[token * top_k + lane] = static_cast<int32_t>(topk_index_bf16(chosen));
+    in.weights[token * top_k + lane] = rounded(uint16_t{}, score / (total + 1e-20f));
   }
 }
 
-// A thread holds kVectors vectors of a row, a CTA's threads apart, of kTokens tokens at most.
+// A thread holds kVectors vectors of a row, kRowThreads apart, of kTokens tokens at most, which are
+// every other one.
 template <int kVectors, int kTokens>
-__global__ void __launch_bounds__(kThreads) norm_router_few(const __grid_constant__ Job job) {
+__global__ void __launch_bounds__(kThreads, kVectors* kTokens == 1 ? 2 : 1)
+    norm_router_few(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ uint32_t keys[kMostTokens][kMostExperts];  // of the tokens that are chosen for here
-  __shared__ __align__(16) float squares[kTokens][kVectors * kWarps];
+  __shared__ float squares[2 * kTokens][kVectors * kRowWarps];
   const NormRouter& in = job.in;
-  uint8_t* staged = shared + Tile::kStagesBytes;
-  auto* sums = reinterpret_cast<float*>(staged + staged_bytes<Bf16>(in.tokens,
-                                                                    Tile::chunks(in.width)));
+  const int pieces = Stream::pieces(in.width);
+  const int chunks = pieces * Stream::kPiece / Bf16::kChunk;
+  uint8_t* staged = shared + Stream::kBytes;
+  auto* sums = reinterpret_cast<float*>(staged + staged_bytes<Bf16>(in.tokens, chunks));
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp;
+  const int half = thread / kRowThreads, row_thread = thread % kRowThreads;
   const auto ctas = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
-  const int first = rank * kTileRows;
-  const int vectors = in.width / kVectorElements;
+  const int first = rank * kTileRows, vectors = in.width / kVectorElements;
+  const Bf16::Matrix router = Bf16::matrix(in.router, nullptr);
+  const TileRows rows{first, first + kHalfTile, in.experts, in.experts};
 
-  Tile tile(shared, Bf16::matrix(in.router, nullptr),
-            {first, first + kHalfTile, in.experts, in.experts}, in.width);
   uint4 norm[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int v = i * kThreads + thread;
+    const int v = i * kRowThreads + row_thread;
     norm[i] = make_uint4(0, 0, 0, 0);
     if (v < vectors) norm[i] = load_weight(static_cast<const uint4*>(in.norm) + v);
   }
+  // At once: the next kernel's experts are known only when this one has ended, and its shared one
+  // waits for nothing in flight.
+  let_next_kernel_start();
+  Stream stream(shared, warp);
+  stream.fetch(router, rows, in.width, 0);
   arrive_cluster();  // this CTA's shared memory is there
   wait_for_previous_kernel();
-  let_next_kernel_start();
 
   RowVector part[kTokens][kVectors];
 #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int v = i * kThreads + thread;
+      const int token = 2 * m + half, v = i * kRowThreads + row_thread;
       part[m][i].x = part[m][i].residual = make_uint4(0, 0, 0, 0);
-      if (m < in.tokens && v < vectors) {
-        const auto* x = static_cast<const uint16_t*>(in.x) + m * in.x_stride;
-        const auto* residual = static_cast<const uint16_t*>(in.residual) + m * in.residual_stride;
+      if (token < in.tokens && v < vectors) {
+        const auto* x = static_cast<const uint16_t*>(in.x) + token * in.x_stride;
+        const auto* residual =
+            static_cast<const uint16_t*>(in.residual) + token * in.residual_stride;
         part[m][i].x = load_activation(reinterpret_cast<const uint4*>(x) + v);
         part[m][i].residual = load_activation(reinterpret_cast<const uint4*>(residual) + v);
       }
@@ -141,21 +167,21 @@ __global__ void __launch_bounds__(kThreads) norm_router_few(const __grid_constan
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const float sum = lane_sum<kWarp>(part[m][i].squares());
-      if (thread % kWarp == 0) squares[m][i * kWarps + warp] = sum;
+      if (thread % kWarp == 0) squares[2 * m + half][i * kRowWarps + warp % kRowWarps] = sum;
     }
   }
   __syncthreads();
-  const int slice = (vectors + ctas - 1) / ctas;  // vectors that this CTA writes
 #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
-    if (m >= in.tokens) break;
+    const int token = 2 * m + half;
+    if (token >= in.tokens) break;
     float total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kVectors * kWarps; ++i) total += squares[m][i];
+    for (int i = 0; i < kVectors * kRowWarps; ++i) total += squares[token][i];
     const float scale = rsqrtf(fmaf(total, job.inverse_width, in.eps));
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int v = i * kThreads + thread;
+      const int v = i * kRowThreads + row_thread;
       float s[kVectorElements];
       part[m][i].sums(s);
       const uint4 residual = packed(s);
@@ -166,12 +192,12 @@ __global__ void __launch_bounds__(kThreads) norm_router_few(const __grid_constan
         s[2 * j + 1] = s[2 * j + 1] * scale * high_half(weights[j]);
       }
       const uint4 normed = packed(s);
-      // Beyond the width weights are zeros, and so is this.
-      if (v < Tile::chunks(in.width) * (Bf16::kChunk / kVectorElements)) {
-        reinterpret_cast<uint4*>(staged)[Bf16::place(v, m, in.tokens)] = normed;
+      // Beyond the width x is zero, and so is this.
+      if (v < chunks * (Bf16::kChunk / kVectorElements)) {
+        reinterpret_cast<uint4*>(staged)[Bf16::place(v, token, in.tokens)] = normed;
       }
-      if (v < vectors && v / slice == rank) {
-        const int64_t to = int64_t{m} * vectors + v;
+      if (v >= rank * job.slice && v < min(vectors, (rank + 1) * job.slice)) {
+        const int64_t to = int64_t{token} * vectors + v;
         static_cast<uint4*>(in.residual_out)[to] = residual;
         static_cast<uint4*>(in.normed)[to] = normed;
       }
@@ -180,7 +206,15 @@ __global__ void __launch_bounds__(kThreads) norm_router_few(const __grid_constan
   __syncthreads();
 
   TileSums tile_sums;
-  tile.multiply(tile_sums, staged, in.tokens);
+  tile_sums.clear();
+#pragma unroll 1
+  for (int piece = 0; piece < pieces; ++piece) {
+    multiply_piece<Bf16, kChunks>(tile_sums, stream,
+                                  staged_chunk<Bf16>(staged, in.tokens, stream.chunk_of(piece)),
+                                  staged_step(in.tokens));
+    if (piece + 1 == pieces) break;
+    stream.fetch(router, rows, in.width, piece + 1);
+  }
   tile_sums.store(sums + warp * kTileSums);
   __syncthreads();
   await_cluster();
@@ -193,23 +227,33 @@ __global__ void __launch_bounds__(kThreads) norm_router_few(const __grid_constan
   }
   __syncwarp();
   arrive_cluster();
+  if (rank >= in.tokens) return;
   await_cluster();
-  if (const int mine = warp * ctas + rank; mine < in.tokens) choose(in, keys[warp], mine);
+  if (const int mine = warp * ctas + rank; mine < in.tokens) {
+    if (in.top_k == 6) {
+      choose<6>(in, keys[warp], mine);
+    } else {
+      choose<0>(in, keys[warp], mine);
+    }
+  }
 }
 
 template <int kVectors>
 cudaError_t launch_vectors(const NormRouter& in, const Launch& launch) {
   unsigned ctas = 1;
   while (static_cast<int>(ctas) * kTileRows < in.experts) ctas *= 2;
+  const int chunks = Stream::pieces(in.width) * Stream::kPiece / Bf16::kChunk;
   Shape shape;
   shape.grid = ctas;
   shape.block = kThreads;
   shape.cluster = ctas;
-  shape.shared_bytes = Tile::kStagesBytes +
-                       staged_bytes<Bf16>(in.tokens, Tile::chunks(in.width)) + Tile::kSumsBytes;
-  const Job job{in, 1.0f / static_cast<float>(in.width)};
-  return in.tokens == 1 ? launch_kernel(launch, shape, norm_router_few<kVectors, 1>, job)
-                        : launch_kernel(launch, shape, norm_router_few<kVectors, kMostTokens>, job);
+  shape.shared_bytes = Stream::kBytes + staged_bytes<Bf16>(in.tokens, chunks) +
+                       size_t{kWarps} * kTileSums * sizeof(float);
+  const Job job{in, 1.0f / static_cast<float>(in.width),
+                static_cast<int>(ceil_div(in.width / kVectorElements, ctas))};
+  return in.tokens == 1
+             ? launch_kernel(launch, shape, norm_router_few<kVectors, 1>, job)
+             : launch_kernel(launch, shape, norm_router_few<kVectors, kMostTokens / 2>, job);
 }
 
 }  // namespace
@@ -220,15 +264,15 @@ bool norm_router_fits(const NormRouter& in) {
   };
   const bool several = in.tokens > 1;
   return 1 <= in.tokens && in.tokens <= kMostTokens && 0 < in.width && in.width % 8 == 0 &&
-         in.width <= 2 * kThreads * kVectorElements && in.experts <= kMostExperts &&
+         in.width <= 2 * kRowThreads * kVectorElements && in.experts <= kMostExperts &&
          in.top_k <= kWarp && fits(in.x, several ? in.x_stride : 0) &&
          fits(in.residual, several ? in.residual_stride : 0) && fits(in.norm, 0) &&
          fits(in.router, 0) && fits(in.normed, 0) && fits(in.residual_out, 0);
 }
 
 cudaError_t norm_router(const NormRouter& in, const Launch& launch) {
-  return in.width <= kThreads * kVectorElements ? launch_vectors<1>(in, launch)
-                                                : launch_vectors<2>(in, launch);
+  return in.width <= kRowThreads * kVectorElements ? launch_vectors<1>(in, launch)
+                                                   : launch_vectors<2>(in, launch);
 }
 
 }  // namespace flint::cuda

@@ -1,5 +1,5 @@
-// The norm in front of the experts, the router and its choice of experts, for a few tokens. No torch
-// here.
+// The norm in front of the experts, the router and its choice of experts, for a few tokens. No
+// torch here.
 #pragma once
 
 #include <cstdint>

@@ -4,7 +4,7 @@
 // ones, which need not be neighbours (gate and up, say). Along the width it is cut into chunks. A
 // warp fetches a chunk into a slot of shared memory, each lane exactly the bytes that it will
 // multiply, and multiplies it with the activations, which lie in shared memory in the order of the
-// lanes (ActivationStage).
+// lanes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,9 +20,9 @@ namespace flint::cuda {
 
 inline constexpr int kTileRows = 16;
 inline constexpr int kHalfTile = 8;
-inline constexpr int kMostTokens = 8;                          // columns of the tensor core's tile
-inline constexpr int kTileSums = kTileRows * kMostTokens;      // of a warp
-inline constexpr int kVectorElements = 8;                      // BF16 in 16 bytes
+inline constexpr int kMostTokens = 8;                      // columns of the tensor core's tile
+inline constexpr int kTileSums = kTileRows * kMostTokens;  // of a warp
+inline constexpr int kVectorElements = 8;                  // BF16 in 16 bytes
 inline constexpr int kVectorBytes = 16;
 
 // The 16 rows as their first rows. Rows from `end_*` on do not exist and count as zeros.
@@ -60,10 +60,14 @@ __device__ __forceinline__ uint4 load_shared(const uint8_t* from) {
   return *reinterpret_cast<const uint4*>(from);
 }
 
+// Pieces of an even number of NVFP4 chunks copy scales 16 bytes at a time, which a row's width must
+// be a multiple of this for; others 4 bytes, for a multiple of 64.
+inline constexpr int kScaleCopyWidth = 256;
+
 // ------------------------------------------------------------------------------ NVFP4
 
-// A chunk is 128 elements: 64 bytes of codes and 8 of scales a row. Lane 4g + t has the 16 bytes t of
-// rows g of both halves.
+// A chunk is 128 elements: 64 bytes of codes and 8 of scales a row. Lane 4g + t has the 16 bytes t
+// of rows g of both halves.
 struct Nvfp4 {
   static constexpr bool kNvfp4 = true;
   static constexpr int kChunk = 128;  // elements of a row
@@ -142,39 +146,43 @@ struct Nvfp4 {
     }
   };
 
-  // Adds a piece's products. `x`: the lane's first vector of its first chunk, the others `step`
-  // bytes apart.
+  // What a lane has of chunk c of a piece.
+  struct Chunk {
+    uint32_t low[4], high[4];  // codes, eight to a word
+    uint16_t low_scales, high_scales;
+  };
+
   template <int kChunks>
-  static __device__ __forceinline__ void multiply(TileSums& sums, const uint8_t* stage,
-                                                  const uint8_t* x, int step) {
+  static __device__ __forceinline__ Chunk load(const uint8_t* stage, int c) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const uint8_t* scales =
-        stage + kChunks * kCodeBytes + lane / 4 * (kChunks * kScaleBytes) + lane % 4 * 2;
+    const uint8_t* codes = stage + c * kCodeBytes + lane * kVectorBytes;
+    const uint4 low = load_shared(codes), high = load_shared(codes + kWarp * kVectorBytes);
+    const auto* scales = reinterpret_cast<const uint16_t*>(stage + kChunks * kCodeBytes +
+                                                           lane / 4 * (kChunks * kScaleBytes) +
+                                                           c * kScaleBytes + lane % 4 * 2);
+    return {{low.x, low.y, low.z, low.w},
+            {high.x, high.y, high.z, high.w},
+            scales[0],
+            scales[kHalfTile * kChunks * kScaleBytes / sizeof(uint16_t)]};
+  }
+
+  static __device__ __forceinline__ void multiply_chunk(TileSums& sums, const Chunk& chunk,
+                                                        const uint8_t* x, int step) {
+    const ScalePairs low_scales = decode_scales(chunk.low_scales);
+    const ScalePairs high_scales = decode_scales(chunk.high_scales);
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const uint8_t* codes = stage + c * kCodeBytes + lane * kVectorBytes;
-      const uint4 low = load_shared(codes), high = load_shared(codes + kWarp * kVectorBytes);
-      const auto* low_two = reinterpret_cast<const uint16_t*>(scales + c * kScaleBytes);
-      const ScalePairs low_scales = decode_scales(low_two[0]);
-      const ScalePairs high_scales =
-          decode_scales(low_two[kHalfTile * kChunks * kScaleBytes / sizeof(uint16_t)]);
-      const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
-      const uint32_t highs[4] = {high.x, high.y, high.z, high.w};
+    for (int i = 0; i < kVectors; ++i) {
+      const uint4 b = load_shared(x + i * step);
+      const uint32_t low_scale = i < 2 ? low_scales.first : low_scales.second;
+      const uint32_t high_scale = i < 2 ? high_scales.first : high_scales.second;
+      CodePairs l = decode_codes(chunk.low[i]), h = decode_codes(chunk.high[i]);
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const uint4 b = load_shared(x + (c * kVectors + i) * step);
-        const uint32_t low_scale = i < 2 ? low_scales.first : low_scales.second;
-        const uint32_t high_scale = i < 2 ? high_scales.first : high_scales.second;
-        CodePairs l = decode_codes(lows[i]), h = decode_codes(highs[i]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          l.pair[j] = multiply_bf16_pairs(l.pair[j], low_scale);
-          h.pair[j] = multiply_bf16_pairs(h.pair[j], high_scale);
-        }
-        multiply_add(sums.part[i % 2 * 2], l.pair[0], h.pair[0], l.pair[1], h.pair[1], b.x, b.y);
-        multiply_add(sums.part[i % 2 * 2 + 1], l.pair[2], h.pair[2], l.pair[3], h.pair[3], b.z,
-                     b.w);
+      for (int j = 0; j < 4; ++j) {
+        l.pair[j] = multiply_bf16_pairs(l.pair[j], low_scale);
+        h.pair[j] = multiply_bf16_pairs(h.pair[j], high_scale);
       }
+      multiply_add(sums.part[i % 2 * 2], l.pair[0], h.pair[0], l.pair[1], h.pair[1], b.x, b.y);
+      multiply_add(sums.part[i % 2 * 2 + 1], l.pair[2], h.pair[2], l.pair[3], h.pair[3], b.z, b.w);
     }
   }
 
@@ -238,8 +246,7 @@ struct Bf16 {
 #pragma unroll
       for (int i = 0; i < kChunks * kVectors; ++i) {
         const int element = first_chunk * kChunk + i * (kChunk / kVectors);
-        const uint32_t to =
-            stage + static_cast<uint32_t>((2 * i * kWarp + lane) * kVectorBytes);
+        const uint32_t to = stage + static_cast<uint32_t>((2 * i * kWarp + lane) * kVectorBytes);
         const int mine = element + lane % 4 * kVectorElements;
         copy_16_async(to, low + element, mine < low_width);
         copy_16_async(to + kWarp * kVectorBytes, high + element, mine < high_width);
@@ -247,15 +254,29 @@ struct Bf16 {
     }
   };
 
+  // What a lane has of a chunk.
+  struct Chunk {
+    uint4 low[kVectors], high[kVectors];
+  };
+
   template <int kChunks>
-  static __device__ __forceinline__ void multiply(TileSums& sums, const uint8_t* stage,
-                                                  const uint8_t* x, int step) {
+  static __device__ __forceinline__ Chunk load(const uint8_t* stage, int c) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    Chunk chunk;
 #pragma unroll
-    for (int i = 0; i < kChunks * kVectors; ++i) {
-      const uint4 b = load_shared(x + i * step);
-      const uint8_t* at = stage + (2 * i * kWarp + lane) * kVectorBytes;
-      const uint4 low = load_shared(at), high = load_shared(at + kWarp * kVectorBytes);
+    for (int i = 0; i < kVectors; ++i) {
+      const uint8_t* at = stage + (2 * (c * kVectors + i) * kWarp + lane) * kVectorBytes;
+      chunk.low[i] = load_shared(at);
+      chunk.high[i] = load_shared(at + kWarp * kVectorBytes);
+    }
+    return chunk;
+  }
+
+  static __device__ __forceinline__ void multiply_chunk(TileSums& sums, const Chunk& chunk,
+                                                        const uint8_t* x, int step) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const uint4 b = load_shared(x + i * step), low = chunk.low[i], high = chunk.high[i];
       multiply_add(sums.part[i % 2 * 2], low.x, high.x, low.y, high.y, b.x, b.y);
       multiply_add(sums.part[i % 2 * 2 + 1], low.z, high.z, low.w, high.w, b.z, b.w);
     }
@@ -274,31 +295,52 @@ struct Bf16 {
 // `stride` elements apart, to shared memory in the order of the lanes; zeros beyond `width`, since
 // weights there are zeros too, and zero times NaN is not. By one warp; a barrier must follow. width
 // is a multiple of 8, the rows 16-byte aligned. `to` is chunk 0's place.
-template <typename Format, int kChunks>
-__device__ __forceinline__ void stage_piece(uint8_t* to, const uint16_t* x, int64_t stride,
-                                            int rows, int width, int first_chunk) {
-  constexpr int kRowVectors = kChunks * Format::kChunk / kVectorElements;
-  constexpr int kBatch = 8;  // loads under way at once
+template <typename Format, int kChunks, int kRows>
+__device__ __forceinline__ void stage_rows_of(uint8_t* to, const uint16_t* x, int64_t stride,
+                                              int first_row, int rows, int width, int first_chunk) {
+  constexpr int kVectors = kChunks * Format::kChunk / kVectorElements;  // of a row
+  constexpr int kLoads = (kVectors + kWarp - 1) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int first = first_chunk * (Format::kChunk / kVectorElements);
-  const int vectors = width / kVectorElements, total = rows * kRowVectors;
-  auto* out = reinterpret_cast<uint4*>(to);
-#pragma unroll 1
-  for (int base = lane; base < total; base += kBatch * kWarp) {
-    uint4 value[kBatch];
+  const int first = first_chunk * (Format::kChunk / kVectorElements) + lane;
+  const int vectors = width / kVectorElements;
+  uint4 value[kRows][kLoads];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int at = base + i * kWarp, row = at / kRowVectors, v = first + at % kRowVectors;
-      value[i] = make_uint4(0, 0, 0, 0);
-      if (at < total && v < vectors) {
-        value[i] = load_activation(reinterpret_cast<const uint4*>(x + row * stride) + v);
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int v = first + i * kWarp;
+      value[r][i] = make_uint4(0, 0, 0, 0);
+      if (v < vectors && (kRows == 1 || first_row + r < rows)) {
+        value[r][i] =
+            load_activation(reinterpret_cast<const uint4*>(x + (first_row + r) * stride) + v);
       }
     }
+  }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int at = base + i * kWarp, row = at / kRowVectors, v = first + at % kRowVectors;
-      if (at < total) out[Format::place(v, row, rows)] = Format::arrange(value[i]);
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const bool mine = kVectors % kWarp == 0 || lane + i * kWarp < kVectors;
+      if (mine && (kRows == 1 || first_row + r < rows)) {
+        reinterpret_cast<uint4*>(to)[Format::place(first + i * kWarp, first_row + r, rows)] =
+            Format::arrange(value[r][i]);
+      }
     }
+  }
+}
+
+template <typename Format, int kChunks>
+__device__ __forceinline__ void stage_chunks(uint8_t* to, const uint16_t* x, int64_t stride,
+                                             int rows, int width, int first_chunk) {
+  if (rows == 1) {
+    stage_rows_of<Format, kChunks, 1>(to, x, stride, 0, 1, width, first_chunk);
+    return;
+  }
+  // As many rows at once as there are loads worth waiting for together.
+  constexpr int kLoads = (kChunks * Format::kChunk / kVectorElements + kWarp - 1) / kWarp;
+  constexpr int kRows = kLoads == 1 ? 8 : kLoads == 2 ? 4 : 2;
+  for (int row = 0; row < rows; row += kRows) {
+    stage_rows_of<Format, kChunks, kRows>(to, x, stride, row, rows, width, first_chunk);
   }
 }
 
