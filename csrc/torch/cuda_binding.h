@@ -69,6 +69,11 @@ class CudaCall {
   cuda::Launch launch_;
 };
 
+// A single row's stride is of no use and may be anything.
+inline int64_t row_stride(const Tensor& rows) {
+  return rows.size(0) > 1 ? rows.stride(0) : rows.size(1);
+}
+
 inline bool is_bf16(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::BFloat16; }
 
 }  // namespace flint

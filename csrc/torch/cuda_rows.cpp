@@ -2,12 +2,10 @@
 #include "cuda/kv_write.h"
 #include "cuda/norm.h"
 #include "torch/cuda_binding.h"
+#include "torch/cuda_cache.h"
 
 namespace flint {
 namespace {
-
-// A single row's stride is of no use and may be anything.
-int64_t row_stride(const Tensor& rows) { return rows.size(0) > 1 ? rows.stride(0) : rows.size(1); }
 
 // x and residual [rows, width], rows any stride apart; weight [width]; the outputs dense.
 void rms_norm_cuda_out(const Tensor& x, std::optional<Tensor> residual, const Tensor& weight,
@@ -57,36 +55,6 @@ void silu_and_mul_cuda_out(const Tensor& x, Tensor act, bool enable_pdl) {
   const cuda::SiluAndMul silu{data<void>(x), mutable_data<void>(act), row_stride(x), rows, width,
                               bf16};
   CudaCall::check_launch(cuda::silu_and_mul(silu, call.launch()), "silu_and_mul");
-}
-
-PageStrides page_strides(const Tensor& cache) {
-  return {cache.stride(0), cache.stride(1), cache.stride(2)};
-}
-
-cuda::KvCache checked_cache(const CudaCall& call, const Tensor& k, const Tensor& v, bool bf16) {
-  call.check_rows(k, "k_cache", bf16);
-  call.check_rows(v, "v_cache", bf16);
-  STD_TORCH_CHECK(k.dim() == 4 && v.dim() == 4,
-                  "k_cache, v_cache: want [blocks, page_size, kv_heads, head_dim]");
-  for (int64_t i = 0; i < 4; ++i) {
-    STD_TORCH_CHECK(k.size(i) == v.size(i), "v_cache: want the shape of k_cache");
-  }
-  STD_TORCH_CHECK(k.size(0) * k.size(1) <= 0xffffffff && k.size(2) * k.size(3) <= 0x7fffffff,
-                  "k_cache: got ", k.size(0) * k.size(1), " slots, want fewer than 2^32");
-  return {mutable_data<void>(k),
-          mutable_data<void>(v),
-          page_strides(k),
-          page_strides(v),
-          k.size(0) * k.size(1),
-          k.size(1),
-          static_cast<int>(k.size(2)),
-          static_cast<int>(k.size(3))};
-}
-
-cuda::Indices checked_indices(const CudaCall& call, const Tensor& indices, const char* name) {
-  const bool wide = indices.scalar_type() == ScalarType::Long;
-  call.check_dense(indices, name, wide ? ScalarType::Long : ScalarType::Int, indices.numel());
-  return {data<void>(indices), indices.numel(), wide};
 }
 
 void qk_norm_rope_kv_write_cuda_out(const Tensor& qkv, const Tensor& q_weight,

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from flint_kernels.backends import gpu_general, native, native_cuda
+from flint_kernels.backends import gpu_general, native, native_cuda, native_decode
 from flint_kernels.ops import REGISTRY, implement
 
 Body = Callable[..., Any]
 
 
 def register() -> None:
-    """A choice between the two bodies under each op that `native_cuda` has."""
+    """A choice between the two bodies under each op that has a kernel in the library."""
     for name in REGISTRY:
-        fast = getattr(native_cuda, name, None)
+        fast = getattr(native_cuda, name, None) or getattr(native_decode, name, None)
         if fast is not None:
             choice = _choice(name, fast, gpu_general.general_body(name))
             implement(name, "CUDA", choice, out_body=choice)
@@ -46,7 +46,9 @@ def _choice(name: str, fast: Body, general: Body) -> Body:
         # so that importing the package is quick.
         device = next(iter(arguments.values())).device
         if why_not(device) is None:
-            return fast(**arguments)
+            result = fast(**arguments)
+            if result is not NotImplemented:  # sizes that its kernel is not made for
+                return result
         # The general bodies take no buffers: what they return is copied.
         return general(**{k: v for k, v in arguments.items() if k not in outputs})
 
