@@ -72,6 +72,7 @@ def rows_of(
             "us",
             times_us[subject.name],
             checkpoint=group.checkpoint,
+            **({"note": group.note} if group.note else {}),
             floor=floor_us,
             peer=best,
             peer_median=peers.get(best, 0.0),

@@ -20,6 +20,8 @@ struct Shape {
 
 // Every kernel may have 48 KB; what it declares itself comes on top of `shared_bytes`.
 inline constexpr size_t kSharedWithoutAsking = 32 * 1024;
+// What a CTA can have on every GPU that this is built for but sm_120, less what kernels declare.
+inline constexpr size_t kMostSharedBytes = 227 * 1024 - 4096;
 inline constexpr unsigned kPortableCluster = 8;
 
 template <typename... Parameters, typename... Arguments>

@@ -232,31 +232,44 @@ struct Plan {
   static constexpr bool kSplit = kSplit_;
 };
 
+template <typename Format, typename P>
+using StreamOf = TileStream<Format, P::kSplit ? P::kThreads / kWarp : 1, P::kChunks, P::kStages>;
+
+template <typename Format, typename P, bool kOne>
+size_t shared_bytes(const Linear& in) {
+  using Stream = StreamOf<Format, P>;
+  constexpr size_t kWarps = P::kThreads / kWarp;
+  const int chunks = Stream::pieces(in.width) * Stream::kPiece / Format::kChunk;
+  return (P::kSplit ? 1 : kWarps) * Stream::kBytes + staged_bytes<Format>(in.tokens, chunks) +
+         (P::kSplit ? 2 * kWarps * (kOne ? kTileRows : kTileSums) * sizeof(float) : 0) +
+         (kOne ? kZeroBytes<P::kChunks> : 0);
+}
+
 template <typename Format, LinearOutput kOutput, typename P, bool kOne>
 cudaError_t launch_tokens(const Linear& in, int most_ctas, const Launch& launch) {
-  constexpr int kWarps = P::kThreads / kWarp, kOwners = P::kSplit ? 1 : kWarps;
-  using Stream = TileStream<Format, P::kSplit ? kWarps : 1, P::kChunks, P::kStages>;
   Job job = job_of(in);
-  job.pieces = Stream::pieces(job.width);
+  job.pieces = StreamOf<Format, P>::pieces(job.width);
   Shape shape;
-  shape.grid = static_cast<unsigned>(least(ceil_div(job.tiles, kOwners), most_ctas));
+  const int tiles_a_cta = P::kSplit ? 1 : P::kThreads / kWarp;
+  shape.grid = static_cast<unsigned>(least(ceil_div(job.tiles, tiles_a_cta), most_ctas));
   shape.block = P::kThreads;
-  shape.shared_bytes =
-      size_t{kOwners} * Stream::kBytes +
-      staged_bytes<Format>(job.tokens, job.pieces * Stream::kPiece / Format::kChunk) +
-      (P::kSplit ? 2 * size_t{kWarps} * (kOne ? kTileRows : kTileSums) * sizeof(float) : 0) +
-      (kOne ? kZeroBytes<P::kChunks> : 0);
+  shape.shared_bytes = shared_bytes<Format, P, kOne>(in);
   return launch_kernel(
       launch, shape,
       linear_few<Format, kOutput, P::kThreads, P::kSplit, P::kChunks, P::kStages, kOne>, job,
       Format::matrix(in.weight.elements, in.weight.scales));
 }
 
+// What takes any width, in the least shared memory.
+using Odd = Plan<256, true, 1, 2>;
+
 template <typename Format, LinearOutput kOutput, typename P>
 cudaError_t launch_plan(const Linear& in, int most_ctas, const Launch& launch) {
+  if (shared_bytes<Format, P, false>(in) > kMostSharedBytes) {
+    return launch_tokens<Format, kOutput, Odd, false>(in, kAllCtas, launch);
+  }
   if constexpr (Format::kNvfp4) {
-    using Stream = TileStream<Format, P::kSplit ? P::kThreads / kWarp : 1, P::kChunks, P::kStages>;
-    if (in.tokens == 1 && Stream::pieces(in.width) <= kMostPiecesOfOne) {
+    if (in.tokens == 1 && StreamOf<Format, P>::pieces(in.width) <= kMostPiecesOfOne) {
       return launch_tokens<Format, kOutput, P, true>(in, most_ctas, launch);
     }
   }
@@ -266,7 +279,6 @@ cudaError_t launch_plan(const Linear& in, int most_ctas, const Launch& launch) {
 // Chosen by times on an H200 with Flint's shapes.
 template <LinearOutput kOutput>
 cudaError_t launch_nvfp4(const Linear& in, const Launch& launch) {
-  using Odd = Plan<256, true, 1, 2>;
   using Narrow = Plan<128, true, 4, 1>;
   using Middle = Plan<256, true, 4, 1>;
   using Wide = Plan<256, true, 6, 1>;
@@ -291,7 +303,8 @@ cudaError_t launch_bf16(const Linear& in, const Launch& launch) {
   if (in.width <= 2048) {
     return launch_plan<Bf16, kOutput, Plan<256, true, 4, 1>>(in, kAllCtas, launch);
   }
-  return launch_plan<Bf16, kOutput, Plan<256, true, 4, 2>>(in, kAllCtas, launch);
+  return in.tokens <= 4 ? launch_plan<Bf16, kOutput, Plan<256, true, 4, 2>>(in, kAllCtas, launch)
+                        : launch_plan<Bf16, kOutput, Plan<256, true, 2, 2>>(in, kAllCtas, launch);
 }
 
 template <LinearOutput kOutput>

@@ -222,6 +222,9 @@ cudaError_t launch_plan(const MoeDown& in, const Launch& launch) {
 
 }  // namespace
 
+// Their activations and sums are what shared memory holds.
+constexpr int kMostDownEntries = 56;
+
 bool moe_down_fits(const MoeDown& in) {
   const bool nvfp4 = in.routed.scales != nullptr;
   const auto aligned = [](const void* pointer, uint64_t bytes) {
@@ -229,7 +232,7 @@ bool moe_down_fits(const MoeDown& in) {
   };
   const int tokens = in.routing.tokens, unit = nvfp4 ? 64 : 8;
   return 1 <= tokens && tokens <= kMostTokens && in.routing.top_k <= kWarp &&
-         tokens * in.routing.top_k <= kMostEntries && in.routing.experts < (1 << 24) &&
+         tokens * in.routing.top_k <= kMostDownEntries && in.routing.experts < (1 << 24) &&
          in.hidden > 0 && in.hidden < (1 << 20) && in.routed_size > 0 && in.shared_size > 0 &&
          in.routed_size % unit == 0 && in.shared_size % unit == 0 && in.routed_size <= 512 &&
          in.shared_size <= 1024 && aligned(in.routed.elements, 16) &&

@@ -22,6 +22,13 @@ class CudaCall {
 
   const cuda::Launch& launch() const { return launch_; }
 
+  // The most that a kernel may ask for.
+  int shared_bytes_a_cta() const {
+    int bytes = 0;
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
+    return bytes;
+  }
+
   void check_on(const Tensor& tensor, const char* name) const {
     STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device_, name,
                     ": want a tensor on cuda:", device_);

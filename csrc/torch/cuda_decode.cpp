@@ -42,6 +42,9 @@ struct Weights {
   }
 };
 
+// Whether a CTA of this GPU can have the shared memory that the kernels are laid out for.
+bool roomy(const CudaCall& call) { return call.shared_bytes_a_cta() >= 227 * 1024; }
+
 bool few_rows(const Tensor& x) {
   return is_bf16(x) && x.dim() == 2 && 0 < x.size(0) && x.size(0) <= 8 && x.size(1) > 0 &&
          x.stride(1) == 1;
@@ -53,7 +56,8 @@ bool linear_cuda_out(const Tensor& x, const Tensor& weight, std::optional<Tensor
                      int64_t output, Tensor out, bool enable_pdl) {
   const CudaCall call(x, enable_pdl);
   const Weights weights(call, weight, scale, scale_2);
-  if (!few_rows(x) || !weights.readable || weights.scales > cuda::kMostShards) return false;
+  if (!roomy(call) || !few_rows(x) || !weights.readable || weights.scales > cuda::kMostShards)
+    return false;
   cuda::Linear in{};
   in.weight = weights.matrix;
   in.scale_2 = weights.scale_2;
@@ -85,7 +89,7 @@ bool qkv_linear_cuda_out(const Tensor& x, const Tensor& weight, std::optional<Te
                          Tensor v_cache, double eps, Tensor q, bool enable_pdl) {
   const CudaCall call(x, enable_pdl);
   const Weights weights(call, weight, scale, scale_2);
-  if (!few_rows(x) || !weights.readable || !is_bf16(k_cache)) return false;
+  if (!roomy(call) || !few_rows(x) || !weights.readable || !is_bf16(k_cache)) return false;
   if (weights.scales != 1 && weights.scales != 3) return false;
   cuda::QkvLinear in{};
   in.weight = weights.matrix;
@@ -128,7 +132,7 @@ bool norm_router_cuda_out(const Tensor& x, const Tensor& residual, const Tensor&
   call.check_on(residual, "residual");
   call.check_on(norm, "weight");
   call.check_on(router, "router_weight");
-  if (!few_rows(x) || !few_rows(residual) || !dense(norm, ScalarType::BFloat16) ||
+  if (!roomy(call) || !few_rows(x) || !few_rows(residual) || !dense(norm, ScalarType::BFloat16) ||
       !dense(router, ScalarType::BFloat16)) {
     return false;
   }
@@ -171,7 +175,8 @@ bool moe_gate_up_cuda_out(const Tensor& x, const Tensor& ids, const Tensor& w13,
   const CudaCall call(x, enable_pdl);
   const Weights routed(call, w13, scale, scale_2);
   const Weights shared(call, shared_w13, shared_scale, shared_scale_2);
-  if (!few_rows(x) || !routed.readable || !shared.readable || ids.numel() == 0) return false;
+  if (!roomy(call) || !few_rows(x) || !routed.readable || !shared.readable || ids.numel() == 0)
+    return false;
   if (w13.size(0) > 1 << 24 || w13.size(1) > 1 << 21 || shared_w13.size(0) > 1 << 21) return false;
   cuda::MoeGateUp in{};
   in.routing = routing_of(call, ids, w13.size(0));
@@ -203,8 +208,9 @@ bool moe_down_cuda_out(const Tensor& routed_act, const Tensor& shared_act,
   const Weights routed(call, w2, scale, scale_2);
   const Weights shared(call, shared_w2, shared_scale, shared_scale_2);
   call.check_on(shared_act, "shared_act");
-  if (!routed.readable || !shared.readable || ids.numel() == 0 || shared_act.numel() == 0 ||
-      !dense(routed_act, ScalarType::BFloat16) || !dense(shared_act, ScalarType::BFloat16)) {
+  if (!roomy(call) || !routed.readable || !shared.readable || ids.numel() == 0 ||
+      shared_act.numel() == 0 || !dense(routed_act, ScalarType::BFloat16) ||
+      !dense(shared_act, ScalarType::BFloat16)) {
     return false;
   }
   if (w2.size(0) > 1 << 24 || w2.size(1) > 1 << 20 || routed_act.size(2) > 1 << 20 ||

@@ -55,7 +55,7 @@ class Group:
     bytes: each input read once, each output written once. flop: where arithmetic may be the bound.
     make: the buffers of launch number i. hot: all launches share one set, which stays in the L2.
     chained: each launch has a set of its own, since it reads what the one before it wrote.
-    checkpoint: whose weights these are.
+    checkpoint: whose weights these are. note: what a reader of its rows has to know.
     compared: in how many of the outputs the subjects have to agree; None: in all.
     """
 
@@ -67,6 +67,7 @@ class Group:
     hot: bool = False
     chained: bool = False
     checkpoint: str = ""
+    note: str = ""
     compared: int | None = None
 
     @property

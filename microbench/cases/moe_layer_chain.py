@@ -17,6 +17,7 @@ from torch import Tensor
 from flint_kernels import ops
 from flint_kernels.model import cos_sin_table
 from flint_kernels.ops import REGISTRY
+from microbench import attention_stand_in
 from microbench.cases import Group, Outputs, Subject, bench, decode, generator, near_one, randn
 from microbench.cases.decode import CHECKPOINTS, EPS, PAGE, launch_bytes
 from microbench.cases.kv_write import THETA
@@ -29,12 +30,12 @@ Attend = Callable[..., None]
 
 
 def window_attention(arguments: Arguments, out: Tensor, *, enable_pdl: bool) -> None:
-    ops.attention_decode(**arguments, out=out, enable_pdl=enable_pdl)
-
-
-# What stands in the chain for attention. Another kernel may be put here while one is written; it
-# has to take part in programmatic dependent launch, or the chain is none. None: o_proj takes q.
-ATTEND: Attend | None = window_attention
+    """What stands in the chain for attention, which has to take part in PDL, or the chain is none."""
+    fits = arguments["k_cache"].numel() // out.shape[0] >= 16 * attention_stand_in.ELEMENTS
+    if out.is_cuda and fits:
+        attention_stand_in.attend(arguments, out, enable_pdl=enable_pdl)
+    else:  # small sizes, and where there is no GPU
+        ops.attention_decode(**arguments, out=out, enable_pdl=enable_pdl)
 
 
 class Layers:
@@ -216,12 +217,13 @@ def groups(name: str, device: torch.device, attend: Attend | None) -> Iterator[G
                 lambda _, chain=chain: chain,  # type: ignore[misc]
                 subjects,
                 checkpoint=checkpoint,
+                note=attention_stand_in.NOTE if attend is not None else "",
             )
 
 
 @bench("moe_layer_chain", file="decode_kernels")
 def _(device: torch.device) -> Iterator[Group]:
-    return groups("moe_layer_chain", device, ATTEND)
+    return groups("moe_layer_chain", device, window_attention)
 
 
 @bench("moe_layer_chain_without_attention", file="decode_kernels", on_request=True)
