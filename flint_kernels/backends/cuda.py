@@ -2,7 +2,8 @@
 
 The kernels are in the native library, as machine code for the GPUs that it was built for. Where it
 is not there, or has no code for this GPU, the general body (torch and Triton) of the same op runs
-instead. Which of the two it is stays the same for the whole process and GPU.
+instead; and so it does where a kernel does not take the call, as those for a few tokens do not take
+many. Which of the two it is follows from the call's form, the process and the GPU alone.
 """
 
 from __future__ import annotations
@@ -22,10 +23,19 @@ Body = Callable[..., Any]
 def register() -> None:
     """A choice between the two bodies under each op that has a kernel in the library."""
     for name in REGISTRY:
-        fast = getattr(native_cuda, name, None) or getattr(native_decode, name, None)
+        fast = fast_body(name)
         if fast is not None:
             choice = _choice(name, fast, gpu_general.general_body(name))
             implement(name, "CUDA", choice, out_body=choice)
+
+
+def fast_body(name: str) -> Body | None:
+    """The body of op `name` that launches the library's kernel, or None where there is none."""
+    for module in (native_cuda, native_decode):
+        body: Body | None = getattr(module, name, None)
+        if body is not None:
+            return body
+    return None
 
 
 def why_not(device: torch.device) -> str | None:
@@ -47,7 +57,7 @@ def _choice(name: str, fast: Body, general: Body) -> Body:
         device = next(iter(arguments.values())).device
         if why_not(device) is None:
             result = fast(**arguments)
-            if result is not NotImplemented:  # sizes that its kernel is not made for
+            if result is not NotImplemented:
                 return result
         # The general bodies take no buffers: what they return is copied.
         return general(**{k: v for k, v in arguments.items() if k not in outputs})

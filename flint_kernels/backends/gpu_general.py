@@ -1,6 +1,7 @@
 """General GPU bodies of every op: torch and Triton, for any legal shape, in BF16 and FP32.
 
-They are what runs where an op has no hand-written kernel, and the yardstick for those that come.
+They are what runs where an op has no hand-written kernel or the kernel does not take the call, and
+the yardstick for those that there are.
 All follow the rounding points of the reference, give the same bits in every run, and can be
 captured in a CUDA graph: whatever the data decides is decided on the device. `register` puts them
 under the key "CUDA"; they take CPU tensors too (their Triton parts: in Triton's interpreter).

@@ -1,14 +1,16 @@
 """The GPU bodies of the library's kernels for a few tokens, BF16 with NVFP4 or BF16 weights.
 
 Each takes what the reference body of the same name takes, and the outputs' buffers where there are
-any. It returns NotImplemented, with nothing done, where its kernel does not take the call (more
-than 8 rows, FP32, an odd width, weights that are not dense): a general body has to. They read
-nothing back, so a CUDA graph can hold them, and a row's bits are the same in every run.
+any. It returns NotImplemented, with nothing written, where its kernel does not take the call (more
+than 8 rows, FP32, an odd width, weights that are not dense, a GPU that lacks what it needs): a
+general body has to. They read nothing back, so a CUDA graph can hold them, and a row's bits are the
+same in every run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,16 +18,39 @@ from torch import Tensor
 
 _native = torch.ops.flint_native
 
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+"""Where they run: on GPUs with 227 KB of shared memory for a CTA and clusters of 16. sm_120 has
+neither, so there the general bodies run, though the library holds code for it as well."""
+
 _MOST_ROWS = 8
 _ROUNDED, _SILU_AND_MUL, _LOGITS = range(3)  # cuda::LinearOutput
 
 
-def _few(x: Tensor) -> Tensor | None:
-    """x [..., K] as [rows, K] with contiguous elements, or None: not a call for these kernels."""
-    if x.dtype != torch.bfloat16 or not 0 < x.numel() <= _MOST_ROWS * x.shape[-1]:
-        return None
+def _is_few(x: Tensor) -> bool:
+    """Whether x [..., K] is of the kind, and on a GPU, that these kernels are made for."""
+    few = x.dtype == torch.bfloat16 and 0 < x.numel() <= _MOST_ROWS * x.shape[-1]
+    return few and _runs_on(x.device.index)
+
+
+@cache
+def _runs_on(device: int) -> bool:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}a" in ARCHITECTURES
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., K] as [rows, K] with contiguous elements."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _read_ahead(enable_pdl: bool, *tensors: Tensor | None) -> tuple[list[Tensor | None], bool]:
+    """What a kernel reads before it waits for the one in front of it, dense; and whether it may
+    start early: not where a tensor had to be copied, since the copy is what it would not wait for.
+    """
+    copied = not all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    dense = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    return dense, enable_pdl and not copied
 
 
 def _empty(given: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -42,15 +67,14 @@ def _linear(
     enable_pdl: bool,
     out: Tensor | None,
 ) -> Any:
-    rows = _few(x)
-    if rows is None or weight.shape[0] == 0:
+    if not _is_few(x) or weight.shape[0] == 0:
         return NotImplemented
     width = weight.shape[0] // 2 if output == _SILU_AND_MUL else weight.shape[0]
     dtype = torch.float32 if output == _LOGITS else x.dtype
     out = _empty(out, (*x.shape[:-1], width), dtype, x)
     first, second, third, *_ = (*shards, 0, 0, 0)
     launched = _native.linear_cuda_out(
-        rows, weight, scale, scale_2, first, second, third, output, out, enable_pdl
+        _rows(x), weight, scale, scale_2, first, second, third, output, out, enable_pdl
     )
     return out if launched else NotImplemented
 
@@ -125,26 +149,15 @@ def _qkv(
     enable_pdl: bool,
     q_out: Tensor | None,
 ) -> Any:
-    rows = _few(x)
-    if rows is None:
+    if not _is_few(x):
         return NotImplemented
     kv_heads, dim = k_cache.shape[2], k_cache.shape[3]
+    ahead, enable_pdl = _read_ahead(
+        enable_pdl, q_weight, k_weight, cos_sin, positions, slot_mapping
+    )
     q_out = _empty(q_out, (x.shape[0], weight.shape[0] // dim - 2 * kv_heads, dim), x.dtype, x)
     launched = _native.qkv_linear_cuda_out(
-        rows,
-        weight,
-        scale,
-        scale_2,
-        q_weight.contiguous(),
-        k_weight.contiguous(),
-        None if cos_sin is None else cos_sin.contiguous(),
-        positions.contiguous(),
-        slot_mapping.contiguous(),
-        k_cache,
-        v_cache,
-        eps,
-        q_out,
-        enable_pdl,
+        _rows(x), weight, scale, scale_2, *ahead, k_cache, v_cache, eps, q_out, enable_pdl
     )
     return q_out if launched else NotImplemented
 
@@ -203,8 +216,7 @@ def fused_add_rms_norm_router_topk(
     topk_weights_out: Tensor | None = None,
     topk_ids_out: Tensor | None = None,
 ) -> Any:
-    rows, residual_rows = _few(x), _few(residual)
-    if rows is None or residual_rows is None:
+    if not _is_few(x):
         return NotImplemented
     chosen = (x.shape[0], top_k)
     outputs = (
@@ -214,7 +226,7 @@ def fused_add_rms_norm_router_topk(
         _empty(topk_ids_out, chosen, torch.int32, x),
     )
     launched = _native.norm_router_cuda_out(
-        rows, residual_rows, weight, router_weight, top_k, eps, *outputs, enable_pdl
+        _rows(x), _rows(residual), weight, router_weight, top_k, eps, *outputs, enable_pdl
     )
     return outputs if launched else NotImplemented
 
@@ -228,15 +240,14 @@ def _gate_up(
     routed_act_out: Tensor | None,
     shared_act_out: Tensor | None,
 ) -> Any:
-    rows = _few(x)
-    if rows is None:
+    if not _is_few(x):
         return NotImplemented
     outputs = (
         _empty(routed_act_out, (*topk_ids.shape, routed[0].shape[1] // 2), x.dtype, x),
         _empty(shared_act_out, (x.shape[0], shared[0].shape[0] // 2), x.dtype, x),
     )
     launched = _native.moe_gate_up_cuda_out(
-        rows, topk_ids.contiguous(), *routed, *shared, *outputs, enable_pdl
+        _rows(x), topk_ids.contiguous(), *routed, *shared, *outputs, enable_pdl
     )
     return outputs if launched else NotImplemented
 
@@ -284,14 +295,14 @@ def _down(
     enable_pdl: bool,
     out: Tensor | None,
 ) -> Any:
-    if routed_act.dtype != torch.bfloat16 or not 0 < routed_act.shape[0] <= _MOST_ROWS:
+    if not _is_few(shared_act):
         return NotImplemented
+    ahead, enable_pdl = _read_ahead(enable_pdl, topk_weights, topk_ids)
     out = _empty(out, (routed_act.shape[0], routed[0].shape[1]), routed_act.dtype, routed_act)
     launched = _native.moe_down_cuda_out(
         routed_act.contiguous(),
         shared_act.contiguous(),
-        topk_weights.contiguous(),
-        topk_ids.contiguous(),
+        *ahead,
         *routed,
         *shared,
         out,

@@ -12,9 +12,10 @@ from flint_kernels.model import Flint, FlintConfig
 from flint_kernels.model.config import FULL, SLIDING
 from flint_kernels.ops import sample
 
-# Rows of a step, one for each size of tile that the kernels have; with _EXPERTS_A_CHOICE, also one
-# for each way in which experts' rows are grouped.
-_ROWS = (1, 32, 128)
+# Rows of a step, one for each size of tile that Triton's kernels have; with _EXPERTS_A_CHOICE, also
+# one for each way in which experts' rows are grouped. The smallest tile is there for one row, and
+# for the first number of rows that the library's kernels leave to it.
+_ROWS = (1, 9, 32, 128)
 _EXPERTS_A_CHOICE = 4
 
 
