@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import flint_kernels  # noqa: F401  (registers the bodies)
-from flint_kernels.backends import cpu, gpu_general, native_cpu, native_cuda
+from flint_kernels.backends import cpu, cuda, gpu_general, native_cpu, native_decode
 from flint_kernels.ops import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +47,9 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
   CUDA kernels.
 - **CUDA kernels**: machine code in the library, for the very architectures named and no others.
   They come before the general body on a GPU of such an architecture. No PTX is kept, so on any
-  other GPU the general body runs; `flint-kernels info` says which it is and why.
+  other GPU the general body runs; `flint-kernels info` says which it is and why. **few** is a
+  kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. Any other
+  call runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left
 alone; where it was built without nvcc it has none of them, says so, and the other columns hold.
@@ -102,11 +104,12 @@ def general(name: str) -> str:
 
 def kernel_source(name: str) -> str:
     """The file whose kernels op `name` launches; empty where it has none."""
-    body = getattr(native_cuda, name, None)
-    if body is None:
+    body = cuda.fast_body(name)
+    module = inspect.getmodule(body)
+    if body is None or module is None:
         return ""
     # The private op is named after the C++ function that launches, and that one is in one file.
-    (raw,) = (n for n in reachable(body, native_cuda) if n.endswith("_cuda_out"))
+    (raw,) = (n for n in reachable(body, module) if n.endswith("_cuda_out"))
     launcher = rf"^cudaError_t {raw.removesuffix('_cuda_out')}\("
     (source,) = (
         path
@@ -114,6 +117,15 @@ def kernel_source(name: str) -> str:
         if re.search(launcher, path.read_text(encoding="utf-8"), re.MULTILINE)
     )
     return str(source.relative_to(ROOT))
+
+
+def kernel_cell(name: str, architecture: str) -> str:
+    """For how much of op `name` a kernel of the library runs on a GPU of that architecture."""
+    if cuda.fast_body(name) is None:
+        return "-"
+    if not hasattr(native_decode, name):
+        return "yes"
+    return "few" if architecture in native_decode.ARCHITECTURES else "-"
 
 
 def rows() -> Iterator[str]:
@@ -133,7 +145,7 @@ def rows() -> Iterator[str]:
             "yes",  # without one, `import flint_kernels` fails
             "yes" if has_native_cpu_body(name) else "-",
             general(name),
-            *(("yes" if source else "-") for _ in architectures),
+            *(kernel_cell(name, architecture) for architecture in architectures),
             f"`{source}`" if source else "-",
         ]
         yield f"| {' | '.join(cells)} |"

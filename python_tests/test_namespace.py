@@ -10,7 +10,7 @@ import torch
 from op_samples import SAMPLES, Call
 
 from flint_kernels import ops
-from flint_kernels.backends import cpu, cuda, native, native_cpu, native_cuda
+from flint_kernels.backends import cpu, cuda, native, native_cpu
 from flint_kernels.ops import REGISTRY, _declare
 
 NAMES = sorted(REGISTRY)
@@ -204,11 +204,33 @@ def test_only_the_native_body_of_a_choice_takes_buffers(
     assert [float(t.unique()) for t in outs.values()] == ([3, 4] if fast_runs else [5, 6])
 
 
+def test_a_call_that_a_kernel_hands_back_is_done_by_the_general_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda, "why_not", lambda device: None)
+    asked = []
+
+    def fast(**arguments: Any) -> Any:
+        asked.append(set(arguments))
+        return NotImplemented
+
+    def general(x: torch.Tensor, **arguments: Any) -> Any:
+        assert not {"normed_out", "residual_out"} & set(arguments)
+        return torch.full_like(x, 5), torch.full_like(x, 6)
+
+    choice = cuda._choice("fused_add_rms_norm", fast, general)
+    outs = two_buffers()
+    out_call(choice, choice, outs)
+    assert [float(t.unique()) for t in outs.values()] == [5, 6]
+    assert len(asked) == 1
+    assert {"normed_out", "residual_out"} < asked[0]
+
+
 def test_native_bodies_name_their_buffers_as_the_op_does() -> None:
     """A parameter of another name would never be given, or be given what is no argument."""
     found = 0
     for name, declaration in REGISTRY.items():
-        body = getattr(native_cuda, name, None)
+        body = cuda.fast_body(name)
         if body is None:
             continue
         parameters = inspect.signature(body).parameters
@@ -218,7 +240,7 @@ def test_native_bodies_name_their_buffers_as_the_op_does() -> None:
         assert set(declaration.outputs) <= named, name
         assert takes_any or set(declaration.parameters) <= named, name
         found += 1
-    assert found >= 4
+    assert found >= 20
 
 
 @pytest.mark.parametrize("name", sorted(native_cpu.NAMES))
