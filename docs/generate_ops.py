@@ -55,7 +55,9 @@ argument. What holds for all of them:
   itself. Interleaved views of one buffer do not overlap, and where a buffer may be an input itself
   the op says so.
 - **`enable_pdl`** asks for programmatic dependent launch on GPUs that have it and changes no
-  result. The CPU bodies ignore it.
+  result. Such a launch reads weights before the kernel in front of it has ended, so nothing in
+  flight may write them; where an op reads more so early, its `enable_pdl` says what. The CPU bodies
+  ignore it.
 
 How schemas may change between versions: [schema_promise.md](schema_promise.md).
 """

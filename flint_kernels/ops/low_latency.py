@@ -5,6 +5,10 @@ family holds: 1 `fused_add_rms_norm`; 2 `*_qkv_norm_rope_kv_write`; 3 `attention
 4 `*_linear`; 5 `fused_add_rms_norm_router_topk`; 6 `*_moe_gate_up`; 7 `*_moe_down`. Each equals the
 composition of the ops it fuses, rounding point by rounding point. They take any number of rows;
 the fast kernels are made for up to 8.
+
+With `enable_pdl` a kernel starts while the one in front still runs, reads weights, and then waits.
+So no weight may be written while a chain of such launches is in flight. What else is read before
+the wait is said under `enable_pdl` of the op.
 """
 
 from __future__ import annotations
@@ -80,7 +84,9 @@ def nvfp4_qkv_norm_rope_kv_write(
         q_weight, k_weight, cos_sin, positions, slot_mapping, k_cache, v_cache, eps: as in
             `qk_norm_rope_kv_write`.
         workspace: scratch as `make_workspace` gives it; without one the op takes its own.
-        enable_pdl: launch with programmatic dependent launch (GPU only).
+        enable_pdl: launch with programmatic dependent launch (GPU only). cos_sin, positions
+            and slot_mapping are then read before the wait for the kernel in front, like the
+            weights: what writes them must be complete before that kernel starts.
 
     Returns: q [M, Hq, D], the dtype of x, contiguous.
 
@@ -128,7 +134,9 @@ def bf16_qkv_norm_rope_kv_write(
         q_weight, k_weight, cos_sin, positions, slot_mapping, k_cache, v_cache, eps: as in
             `qk_norm_rope_kv_write`.
         workspace: scratch as `make_workspace` gives it; without one the op takes its own.
-        enable_pdl: launch with programmatic dependent launch (GPU only).
+        enable_pdl: launch with programmatic dependent launch (GPU only). cos_sin, positions
+            and slot_mapping are then read before the wait for the kernel in front, like the
+            weights: what writes them must be complete before that kernel starts.
 
     Returns: q [M, Hq, D], the dtype of x, contiguous.
 
@@ -354,7 +362,11 @@ def nvfp4_moe_down(
         shared_w2 [H, S / 2], shared_w2_scale [H, S / 16], shared_w2_scale_2 [] or [1]: as in
             `nvfp4_linear`.
         workspace: scratch as `make_workspace` gives it; without one the op takes its own.
-        enable_pdl: launch with programmatic dependent launch (GPU only).
+        enable_pdl: launch with programmatic dependent launch (GPU only). topk_ids and topk_weights
+            are then read before the wait for the kernel in front, like the weights. They must be
+            complete before that kernel starts, or before it lets this one start: `*_moe_gate_up`
+            does so when it has itself waited for the router. A norm and the router do so at once,
+            and may not be in front of this where what they wait for has written ids or weights.
 
     Returns: [M, H], the dtype of routed_act, contiguous.
 
