@@ -35,30 +35,30 @@ def _kernel() -> Any:
         counters,
         out,
         request_elements,
-        SPLITS: tl.constexpr,
-        ELEMENTS: tl.constexpr,
-        GROUP: tl.constexpr,
-        PDL: tl.constexpr,
+        splits: tl.constexpr,
+        elements: tl.constexpr,
+        group_size: tl.constexpr,
+        pdl: tl.constexpr,
     ):
         program, request = tl.program_id(0), tl.program_id(1)
         programs = tl.num_programs(0)
-        head = program // SPLITS
+        head = program // splits
         half = program // (programs // 2)
         cache_of = v if half == 1 else k
-        at = request * request_elements + (program % (programs // 2)) * ELEMENTS
-        read = tl.load(cache_of + at + tl.arange(0, ELEMENTS))
-        if PDL:
+        at = request * request_elements + (program % (programs // 2)) * elements
+        read = tl.load(cache_of + at + tl.arange(0, elements))
+        if pdl:
             gdc_launch_dependents()
             gdc_wait()
-        group = tl.arange(0, GROUP)
-        row = (request * (programs // SPLITS) + head) * GROUP
+        group = tl.arange(0, group_size)
+        row = (request * (programs // splits) + head) * group_size
         mine = tl.load(q + row + group, volatile=True).to(tl.float32)
         total = tl.sum(read.to(tl.float32)) + tl.sum(mine)
-        slot = (request * (programs // SPLITS) + head) * SPLITS
-        tl.store(partial + slot + program % SPLITS, total)
-        arrived = tl.atomic_add(counters + request * (programs // SPLITS) + head, 1, sem="acq_rel")
-        if arrived % SPLITS == SPLITS - 1:
-            parts = tl.load(partial + slot + tl.arange(0, SPLITS), volatile=True)
+        slot = (request * (programs // splits) + head) * splits
+        tl.store(partial + slot + program % splits, total)
+        arrived = tl.atomic_add(counters + request * (programs // splits) + head, 1, sem="acq_rel")
+        if arrived % splits == splits - 1:
+            parts = tl.load(partial + slot + tl.arange(0, splits), volatile=True)
             tl.store(out + row + group, (mine + 1e-6 * tl.sum(parts)).to(tl.bfloat16))
 
     return stand_in

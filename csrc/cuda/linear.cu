@@ -303,8 +303,9 @@ cudaError_t launch_bf16(const Linear& in, const Launch& launch) {
   if (in.width <= 2048) {
     return launch_plan<Bf16, kOutput, Plan<256, true, 4, 1>>(in, kAllCtas, launch);
   }
-  return in.tokens <= 4 ? launch_plan<Bf16, kOutput, Plan<256, true, 4, 2>>(in, kAllCtas, launch)
-                        : launch_plan<Bf16, kOutput, Plan<256, true, 2, 2>>(in, kAllCtas, launch);
+  // Wider rows leave less room beside eight tokens' activations.
+  return in.width <= 4096 ? launch_plan<Bf16, kOutput, Plan<256, true, 4, 2>>(in, kAllCtas, launch)
+                          : launch_plan<Bf16, kOutput, Plan<256, true, 2, 3>>(in, kAllCtas, launch);
 }
 
 template <LinearOutput kOutput>

@@ -30,7 +30,7 @@ Attend = Callable[..., None]
 
 
 def window_attention(arguments: Arguments, out: Tensor, *, enable_pdl: bool) -> None:
-    """What stands in the chain for attention, which has to take part in PDL, or the chain is none."""
+    """What stands in the chain for attention. It takes part in PDL, or the chain would be none."""
     fits = arguments["k_cache"].numel() // out.shape[0] >= 16 * attention_stand_in.ELEMENTS
     if out.is_cuda and fits:
         attention_stand_in.attend(arguments, out, enable_pdl=enable_pdl)

@@ -462,6 +462,8 @@ def test_Q5_any_routing(checkpoint: str, size: str, pattern: str) -> None:
         for index, parts in enumerate(zip(got, plain, exact, strict=True)):
             assert_no_worse(*parts, (step, index))
         for row in range(len(choice)):  # and a token's bits do not hang on who else chose what
+            if len(choice) == 1:
+                continue
             rows = [row, (row + 1) % len(choice)]
             assert_same(run(name, of_rows(arguments, rows)), tuple(o[rows] for o in got), step)
         if step == "gate_up":
