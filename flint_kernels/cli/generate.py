@@ -43,6 +43,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--device", help="default: an accelerator that the ops have bodies for")
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens a step")
     parser.add_argument(
+        "--no-graphs",
+        action="store_true",
+        help="decode eagerly on a GPU too, and not by CUDA graphs; the tokens are the same",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="one JSON object at the end in place of the stream"
     )
     parser.set_defaults(run=run)
@@ -76,7 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
     model = load(arguments.checkpoint, device=device, config=config, max_positions=positions)
     loaded = time.perf_counter()
 
-    generation = Generation(model, [prompt], params, chunk=arguments.chunk)
+    generation = Generation(
+        model, [prompt], params, chunk=arguments.chunk, graphs=not arguments.no_graphs
+    )
     if arguments.json:
         completion, first, end = _generate(generation, tokenizer, lambda _: None)
     else:

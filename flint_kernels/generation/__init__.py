@@ -1,12 +1,15 @@
-"""Text from a `Flint`: sampling settings, the batched loop, streaming of text."""
+"""Text from a `Flint`: sampling settings, the batched loop, CUDA graphs, streaming of text."""
 
 from flint_kernels.generation.generate import Completion, Generation, generate
+from flint_kernels.generation.graph import Decoded, GraphDecoder
 from flint_kernels.generation.sampling import SamplingParams
 from flint_kernels.generation.stream import TextStream, stream_text
 
 __all__ = [
     "Completion",
+    "Decoded",
     "Generation",
+    "GraphDecoder",
     "SamplingParams",
     "TextStream",
     "generate",

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from flint_kernels.arguments import integer, token_ids
+from flint_kernels.generation.graph import GraphDecoder
 from flint_kernels.generation.sampling import Sampler, SamplingParams
-from flint_kernels.model.batch import Batch, PrefillBatch
 from flint_kernels.model.cache import PagedKVCache
 from flint_kernels.model.flint import Flint
+from flint_kernels.ops import value_checks_enabled
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ class Generation:
     depend on its prompt, settings and seed, and not on its batchmates as far as the ops are
     row-invariant (on the CPU in BF16: to the bit).
 
+    On a CUDA device a step in which every request decodes is a `GraphDecoder`'s, as far as its
+    buckets go.
+
     Args:
         model: a loaded model.
         prompts: token ids of each request, at least one each.
@@ -81,10 +85,16 @@ class Generation:
         chunk: prompt tokens of a step, all requests together.
         max_batch: requests that run at once.
         cache: to use in place of one made to fit; its requests are released at the end.
+        graphs: on a CUDA device, replay decode steps as CUDA graphs. False runs the same steps
+            eagerly and gives the same tokens, as FLINT_KERNELS_CHECK_VALUES does, which reads
+            values back. On the CPU it changes nothing.
+        decoder: of `model`, to use the graphs that it has captured; `cache` is then its cache, and
+            `graphs` is not looked at.
 
     Raises:
         ValueError: a prompt is empty, has an id outside the vocabulary, or does not fit into the
-            model's positions or the cache with its max_new_tokens.
+            model's positions or the cache with its max_new_tokens; or the decoder is of another
+            model or cache.
         TypeError: an argument of a wrong type, such as ids that are no integers.
         RuntimeError: a second iteration; requests of others leave no room in `cache`.
     """
@@ -98,6 +108,8 @@ class Generation:
         chunk: int = 512,
         max_batch: int = 8,
         cache: PagedKVCache | None = None,
+        graphs: bool = True,
+        decoder: GraphDecoder | None = None,
     ) -> None:
         for name, value in (("chunk", chunk), ("max_batch", max_batch)):
             if integer(name, value, "1 or more") < 1:
@@ -106,7 +118,14 @@ class Generation:
         self._model = model
         self._chunk = chunk
         self._max_batch = max_batch
+        if decoder is not None:
+            _check_decoder(decoder, model, cache)
+            cache = decoder.cache
         self._cache = _make_cache(model, self._requests, max_batch) if cache is None else cache
+        if decoder is None and model.device.type == "cuda":
+            graphs = graphs and not value_checks_enabled()
+            decoder = GraphDecoder(model, self._cache, graphs=graphs)
+        self._decoder = decoder
         self._begun = False
         self._waiting: deque[_Request] = deque(self._requests)
         self._running: list[_Request] = []
@@ -193,37 +212,42 @@ class Generation:
     def _forward(self) -> tuple[list[_Request], list[int]]:
         """One pass of the model; the requests that got a token, and their tokens."""
         if any(request.prefilling for request in self._running):
-            rows, input_ids, batch = self._plan_prefill()
+            rows, logits, positions = self._prefill()
         else:
-            rows, input_ids, batch = self._plan_decode()
+            rows, logits, positions = self._decode()
         if not rows:  # chunks within prompts alone: nothing is drawn
-            assert isinstance(batch, PrefillBatch)
-            self._model.prefill(input_ids, batch, self._cache)
             return [], []
-        logits = self._model(input_ids, batch, self._cache)
         if self._sampler is None or rows != self._rows:
             params, seeds = [r.params for r in rows], [r.seed for r in rows]
             self._sampler = Sampler(params, seeds, self._cache.device)
             self._rows = rows
-        positions = batch.positions
-        if isinstance(batch, PrefillBatch):
-            positions = positions[batch.last_rows]
         self._drawn = self._sampler(logits, positions.to(torch.int64) + 1)
         return rows, self._drawn.tolist()
 
-    def _plan_decode(self) -> tuple[list[_Request], Tensor, Batch]:
+    def _decode(self) -> tuple[list[_Request], Tensor, Tensor]:
+        """A token of every request; these, their logits, and the positions of their tokens."""
         rows = list(self._running)
         if rows == self._rows and self._drawn is not None:
             input_ids = self._drawn  # on the device already
         else:
             input_ids = self._ids([request.tokens[-1] for request in rows])
-        batch = self._cache.plan_decode([request.slot for request in rows])
+        slots = [request.slot for request in rows]
+        if self._decoder is not None and len(rows) <= self._decoder.largest:
+            step = self._decoder(input_ids, slots)
+            logits, positions = step.logits, step.positions
+        else:
+            batch = self._cache.plan_decode(slots)
+            logits, positions = self._model(input_ids, batch, self._cache), batch.positions
         for request in rows:
             request.cached += 1
-        return rows, input_ids, batch
+        return rows, logits, positions
 
-    def _plan_prefill(self) -> tuple[list[_Request], Tensor, Batch]:
-        """Decoding requests go on with one token each; the others share the chunk in order."""
+    def _prefill(self) -> tuple[list[_Request], Tensor, Tensor]:
+        """Decoding requests go on with one token each; the others share the chunk in order.
+
+        Returns: the requests that get a token, their logits, and the positions of their last
+            tokens; of no request, the last two are no more than tensors.
+        """
         budget = self._chunk
         taking, ids, counts = [], [], []
         for request in self._running:
@@ -241,7 +265,10 @@ class Generation:
         slots = [request.slot for request in taking]
         batch = self._cache.plan(slots, counts, wanted)
         rows = [request for request in taking if not request.prefilling]
-        return rows, self._ids(ids), batch
+        if not rows:
+            return rows, self._model.prefill(self._ids(ids), batch, self._cache), batch.positions
+        logits = self._model(self._ids(ids), batch, self._cache)
+        return rows, logits, batch.positions[batch.last_rows]
 
     def _ids(self, ids: list[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64).to(self._cache.device, non_blocking=True)
@@ -255,12 +282,15 @@ def generate(
     chunk: int = 512,
     max_batch: int = 8,
     cache: PagedKVCache | None = None,
+    graphs: bool = True,
+    decoder: GraphDecoder | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
     """Runs a `Generation` to its end.
 
     Args:
-        model, prompts, params, chunk, max_batch, cache: as `Generation` takes them.
+        model, prompts, params, chunk, max_batch, cache, graphs, decoder: as `Generation` takes
+            them.
         on_token: called with (request, token) for every token as it comes.
 
     Returns: one `Completion` a prompt, in order.
@@ -268,7 +298,16 @@ def generate(
     Raises:
         ValueError: as `Generation`.
     """
-    generation = Generation(model, prompts, params, chunk=chunk, max_batch=max_batch, cache=cache)
+    generation = Generation(
+        model,
+        prompts,
+        params,
+        chunk=chunk,
+        max_batch=max_batch,
+        cache=cache,
+        graphs=graphs,
+        decoder=decoder,
+    )
     for request, token in generation:
         if on_token is not None:
             on_token(request, token)
@@ -326,6 +365,16 @@ def _make_cache(model: Flint, requests: list[_Request], max_batch: int) -> Paged
         dtype=model.compute_dtype,
         device=model.device,
     )
+
+
+def _check_decoder(decoder: GraphDecoder, model: Flint, cache: PagedKVCache | None) -> None:
+    if decoder.model is not model:
+        raise ValueError("decoder: got one of another model; want one made with `model`.")
+    if cache is not None and cache is not decoder.cache:
+        raise ValueError(
+            "cache: got another cache than the decoder's; want the decoder's, decoder.cache. Leave "
+            "the cache out."
+        )
 
 
 def _check_fits(request: _Request, cache: PagedKVCache) -> None:

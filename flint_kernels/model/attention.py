@@ -8,6 +8,7 @@ from torch import Tensor
 from flint_kernels.model import calls
 from flint_kernels.model.batch import DecodeBatch, PrefillBatch
 from flint_kernels.model.cache import PagedKVCache
+from flint_kernels.model.calls import Launch
 from flint_kernels.model.config import FlintConfig
 from flint_kernels.model.linear import FormatModule, Weight, make_linear, parameter
 
@@ -40,6 +41,7 @@ class Attention(FormatModule):
         cos_sin: Tensor,
         batch: DecodeBatch,
         cache: PagedKVCache,
+        launch: Launch,
     ) -> Tensor:
         """One row a request: writes its K and V, then attends over the cache alone."""
         held = self._modules
@@ -55,7 +57,7 @@ class Attention(FormatModule):
             k_cache,
             v_cache,
             self.eps,
-            workspace=cache.workspace,
+            launch=launch,
         )
         mixed = calls.attention_decode(
             q,
@@ -65,9 +67,10 @@ class Attention(FormatModule):
             batch.seq_lens,
             self._parameters["sinks"],
             self.window,
-            workspace=cache.workspace,
+            workspace=launch.workspace,
+            enable_pdl=launch.enable_pdl,
         )
-        out: Tensor = held["o_proj"](mixed.flatten(1))
+        out: Tensor = held["o_proj"](mixed.flatten(1), launch.enable_pdl)
         return out
 
     def prefill(

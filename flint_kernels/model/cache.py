@@ -16,11 +16,9 @@ from torch import Tensor
 
 from flint_kernels.arguments import integer
 from flint_kernels.model.batch import DecodeBatch, PrefillBatch
+from flint_kernels.model.buffers import ALIGN, DecodeBuffers
 from flint_kernels.model.config import FlintConfig
 from flint_kernels.ops import make_workspace
-
-# Every field of a plan starts on 16 bytes of the one buffer that is sent to the device.
-_ALIGN = 4
 
 
 class LayerCache(NamedTuple):
@@ -111,6 +109,7 @@ class PagedKVCache:
         self._free_pages = list(range(self.pages - 1, -1, -1))
         self._lengths: dict[int, int] = {}  # of live requests
         self._pages: dict[int, list[int]] = {}
+        self._growth = 0  # counts changes of block_table
 
     def _layer_cache(self, config: FlintConfig, pages: int, dtype: torch.dtype) -> LayerCache:
         shape = (pages, config.num_key_value_heads, self.page_size, config.head_dim)
@@ -185,15 +184,29 @@ class PagedKVCache:
         del self._lengths[request]
         self._free_requests.append(request)
 
-    def plan_decode(self, requests: Sequence[int]) -> DecodeBatch:
+    def make_decode_buffers(self, rows: int) -> DecodeBuffers:
+        """Buffers that `plan_decode` may write steps of up to `rows` requests into."""
+        return DecodeBuffers(self, rows, self.width, self.block_table.device)
+
+    def plan_decode(
+        self, requests: Sequence[int], into: DecodeBuffers | None = None
+    ) -> DecodeBatch:
         """Reserves one token for each of `requests` and plans the step.
 
         The batch is valid until the next plan, add or release: its tables may be views.
 
+        Args:
+            requests: live requests, none twice: row i is requests[i]'s.
+            into: buffers that `make_decode_buffers` of this cache gave; the batch is then theirs,
+                the rows after the requests padding, and valid until they are written again.
+
         Raises:
-            ValueError: a request is not live, is named twice, or would exceed max_positions.
+            ValueError: a request is not live, is named twice, or would exceed max_positions; or
+                `into` has too few rows, or is another cache's.
             OutOfPagesError: the pool is too small. In every case nothing has changed.
         """
+        if into is not None:
+            self._check_buffers(into, len(requests))
         positions = [self._lengths.get(request, -1) for request in requests]
         self._reserve(requests, [1] * len(requests))
         page_size, ring = self.page_size, self.ring_pages
@@ -203,6 +216,10 @@ class PagedKVCache:
             slots.append(self._pages[request][page] * page_size + offset if self._full else -1)
             window_slots.append((request * ring + page % ring) * page_size + offset if ring else -1)
         seq_lens = [position + 1 for position in positions]
+        if into is not None:
+            into.send(positions, slots, window_slots, seq_lens)
+            into.show(requests, self._growth, self.block_table, self.window_block_table)
+            return into.batch
         sent = self._send(positions, slots, window_slots, seq_lens)
         table, window_table = self._tables(requests)
         return DecodeBatch(
@@ -333,6 +350,15 @@ class PagedKVCache:
         pages.extend(self._free_pages.pop() for _ in range(missing))
         row = torch.tensor(pages[start:], dtype=torch.int32)
         self.block_table[request, start : len(pages)].copy_(row, non_blocking=True)
+        self._growth += 1
+
+    def _check_buffers(self, buffers: DecodeBuffers, count: int) -> None:
+        if buffers.owner is not self:
+            want = "those that make_decode_buffers of this cache gave"
+            raise _error("into", "buffers of another cache", want)
+        if count > buffers.rows:
+            want = f"at most {buffers.rows}, the rows of `into`"
+            raise _error("requests", f"{count} requests", want)
 
     def _check_live(self, request: int) -> None:
         if request not in self._lengths:
@@ -351,7 +377,7 @@ class PagedKVCache:
         if self.device.type == "cpu":
             return [torch.as_tensor(field, dtype=torch.int32) for field in fields]
         sizes = [len(field) for field in fields]
-        padded = [-(-size // _ALIGN) * _ALIGN for size in sizes]
+        padded = [-(-size // ALIGN) * ALIGN for size in sizes]
         host = torch.zeros(sum(padded), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         for target, field, size in zip(torch.split(host, padded), fields, sizes, strict=True):
             target[:size] = torch.as_tensor(field, dtype=torch.int32)

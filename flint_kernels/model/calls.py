@@ -7,7 +7,7 @@ makes hundreds of calls, so here that is done once. torch.compile sees the same 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,14 @@ from torch import Tensor
 import flint_kernels.ops  # noqa: F401  (declares the namespace)
 
 _flint: Any = torch.ops.flint
+
+
+class Launch(NamedTuple):
+    """How the ops of a step are launched; results do not depend on it."""
+
+    workspace: Tensor  # the ops' scratch, as make_workspace gives it
+    enable_pdl: bool = False  # programmatic dependent launch, where a kernel has it
+
 
 Op = Callable[..., Tensor]
 Op2 = Callable[..., tuple[Tensor, Tensor]]

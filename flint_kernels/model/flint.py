@@ -13,6 +13,7 @@ from flint_kernels.model import calls
 from flint_kernels.model.attention import Attention
 from flint_kernels.model.batch import Batch, DecodeBatch, PrefillBatch
 from flint_kernels.model.cache import PagedKVCache
+from flint_kernels.model.calls import Launch
 from flint_kernels.model.config import FlintConfig
 from flint_kernels.model.linear import WEIGHT_FORMATS, FormatModule, Weight, make_linear
 from flint_kernels.model.mlp import DenseMLP, MoE
@@ -34,11 +35,13 @@ class Layer(FormatModule):
         self.post_attention_layernorm = Weight(config.hidden_size, device=device)
         self.mlp = (DenseMLP if config.is_dense(layer) else MoE)(config, weight_format, device)
 
-    def _input_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _input_norm(
+        self, x: Tensor, residual: Tensor | None, enable_pdl: bool
+    ) -> tuple[Tensor, Tensor]:
         weight = self._modules["input_layernorm"].tensor()
         if residual is None:  # the embedding is the first residual, and nothing is added to it
-            return calls.rms_norm(x, weight, self.eps), x
-        return calls.fused_add_rms_norm(x, residual, weight, self.eps)
+            return calls.rms_norm(x, weight, self.eps, enable_pdl=enable_pdl), x
+        return calls.fused_add_rms_norm(x, residual, weight, self.eps, enable_pdl=enable_pdl)
 
     def decode(
         self,
@@ -47,13 +50,14 @@ class Layer(FormatModule):
         cos_sin: Tensor,
         batch: DecodeBatch,
         cache: PagedKVCache,
+        launch: Launch,
     ) -> tuple[Tensor, Tensor]:
         """One row a request, [B, H]: seven ops."""
         held = self._modules
-        normed, residual = self._input_norm(x, residual)
-        x = held["self_attn"].decode(normed, cos_sin, batch, cache)
+        normed, residual = self._input_norm(x, residual, launch.enable_pdl)
+        x = held["self_attn"].decode(normed, cos_sin, batch, cache, launch)
         norm = held["post_attention_layernorm"].tensor()
-        output: tuple[Tensor, Tensor] = held["mlp"].decode(x, residual, norm, cache.workspace)
+        output: tuple[Tensor, Tensor] = held["mlp"].decode(x, residual, norm, launch)
         return output
 
     def prefill(
@@ -65,9 +69,10 @@ class Layer(FormatModule):
         cache: PagedKVCache,
     ) -> tuple[Tensor, Tensor]:
         """Chunks of any length, [T, H]."""
-        normed, residual = self._input_norm(x, residual)
+        launch = Launch(cache.workspace)
+        normed, residual = self._input_norm(x, residual, launch.enable_pdl)
         x = self.self_attn.prefill(normed, cos_sin, batch, cache)
-        return self.mlp.prefill(x, residual, self.post_attention_layernorm.weight, cache.workspace)
+        return self.mlp.prefill(x, residual, self.post_attention_layernorm.weight, launch)
 
 
 class Flint(FormatModule):
@@ -149,22 +154,33 @@ class Flint(FormatModule):
             ValueError: an id outside the vocabulary, on the CPU; on a GPU, where looking would
                 make every step wait, the device stops with an assertion of torch's.
         """
-        x, residual = self._layers(input_ids, batch, cache)
+        x, residual = self._layers(input_ids, batch, cache, Launch(cache.workspace))
         if isinstance(batch, PrefillBatch):
             x, residual = x[batch.last_rows], residual[batch.last_rows]
         return self.logits(self._final_norm(x, residual))
 
-    def decode(self, input_ids: Tensor, batch: DecodeBatch, cache: PagedKVCache) -> Tensor:
-        """Final hidden states [B, H] (normed, compute dtype) of one new token a request."""
-        return self._final_norm(*self._layers(input_ids, batch, cache))
+    def decode(
+        self,
+        input_ids: Tensor,
+        batch: DecodeBatch,
+        cache: PagedKVCache,
+        launch: Launch | None = None,
+    ) -> Tensor:
+        """Final hidden states [B, H] (normed, compute dtype) of one new token a request.
+
+        `launch`: scratch and kind of launch of the ops; None: the cache's scratch, ordinarily.
+        """
+        launch = Launch(cache.workspace) if launch is None else launch
+        x, residual = self._layers(input_ids, batch, cache, launch)
+        return self._final_norm(x, residual, launch.enable_pdl)
 
     def prefill(self, input_ids: Tensor, batch: PrefillBatch, cache: PagedKVCache) -> Tensor:
         """Final hidden states [T, H] (normed, compute dtype) of all rows of all chunks."""
-        return self._final_norm(*self._layers(input_ids, batch, cache))
+        return self._final_norm(*self._layers(input_ids, batch, cache, Launch(cache.workspace)))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, enable_pdl: bool = False) -> Tensor:
         """[..., H] final hidden states to [..., vocab_size] fp32 logits."""
-        return self.lm_head.logits(hidden)
+        return self.lm_head.logits(hidden, enable_pdl)
 
     def make_cache(
         self, max_requests: int = 1, tokens: int | None = None, page_size: int = 16
@@ -193,16 +209,20 @@ class Flint(FormatModule):
         return self
 
     def _layers(
-        self, input_ids: Tensor, batch: Batch, cache: PagedKVCache
+        self, input_ids: Tensor, batch: Batch, cache: PagedKVCache, launch: Launch
     ) -> tuple[Tensor, Tensor]:
         """The last layer's output and the residual, which the final norm adds up: [T, H] each."""
+        # A kernel of torch's, launched ordinarily: it starts after whatever wrote the batch and the
+        # ids, and the first op's kernel waits for its end. So no kernel after it that is launched
+        # with PDL, and reads positions, slots, tables or lengths ahead of its own wait, can be
+        # early for them.
         x = self._embed(input_ids).to(self.compute_dtype)
         residual: Tensor | None = None
         cos_sin = self.cos_sin
         for module in self.layers:
             layer = cast(Layer, module)
             if isinstance(batch, DecodeBatch):
-                x, residual = layer.decode(x, residual, cos_sin, batch, cache)
+                x, residual = layer.decode(x, residual, cos_sin, batch, cache, launch)
             else:
                 x, residual = layer.prefill(x, residual, cos_sin, batch, cache)
         assert residual is not None  # num_hidden_layers is at least 1
@@ -218,9 +238,12 @@ class Flint(FormatModule):
                 f"[0, {self.config.vocab_size}), vocab_size. Is this the model's own tokenizer?"
             ) from error
 
-    def _final_norm(self, x: Tensor, residual: Tensor) -> Tensor:
+    def _final_norm(self, x: Tensor, residual: Tensor, enable_pdl: bool = False) -> Tensor:
         eps = self.config.rms_norm_eps
-        return calls.fused_add_rms_norm(x, residual, self.norm.weight, eps)[0]
+        normed, _ = calls.fused_add_rms_norm(
+            x, residual, self.norm.weight, eps, enable_pdl=enable_pdl
+        )
+        return normed
 
     def _make_cos_sin(self, device: torch.device | None) -> Tensor:
         config = self.config

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flint_kernels.model import calls
+from flint_kernels.model.calls import Launch
 
 WEIGHT_FORMATS = ("nvfp4", "bf16")
 
@@ -83,7 +84,8 @@ class Weight(FormatModule):
 class Linear(FormatModule):
     """Rows of one or more projections, one under the other, that share their input.
 
-    x is [M, K] in BF16 (or FP32, the oracle's mode); the methods are the ops of one format.
+    x is [M, K] in BF16 (or FP32, the oracle's mode); the methods are the ops of one format, and
+    `enable_pdl` is theirs.
     """
 
     def __init__(self, in_features: int, shards: Sequence[int]) -> None:
@@ -102,19 +104,19 @@ class Linear(FormatModule):
         """The weight's tensors as the ops of the format take them."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, enable_pdl: bool = False) -> Tensor:
         """[M, N] in the dtype of x."""
         raise NotImplementedError
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
+    def silu_and_mul(self, x: Tensor, enable_pdl: bool = False) -> Tensor:
         """For gate | up rows: [M, N / 2] in the dtype of x."""
         raise NotImplementedError
 
-    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor) -> Tensor:
+    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, launch: Launch) -> Tensor:
         """For q | k | v rows: q [M, Hq, D]; `arguments` are the op's, from q_weight to eps."""
         raise NotImplementedError
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, enable_pdl: bool = False) -> Tensor:
         """For the head: [M, N] fp32."""
         raise NotImplementedError
 
@@ -142,19 +144,23 @@ class NVFP4Linear(Linear):
         held = self._parameters
         return held["weight"], held["weight_scale"], held["weight_scale_2"]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return calls.nvfp4_linear(x, *self.operands(), self.shards)
+    def forward(self, x: Tensor, enable_pdl: bool = False) -> Tensor:
+        return calls.nvfp4_linear(x, *self.operands(), self.shards, enable_pdl=enable_pdl)
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        return calls.nvfp4_linear_silu_and_mul(x, *self.operands())
+    def silu_and_mul(self, x: Tensor, enable_pdl: bool = False) -> Tensor:
+        return calls.nvfp4_linear_silu_and_mul(x, *self.operands(), enable_pdl=enable_pdl)
 
-    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor) -> Tensor:
+    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, launch: Launch) -> Tensor:
         return calls.nvfp4_qkv_norm_rope_kv_write(
-            x, *self.operands(), *arguments, workspace=workspace
+            x,
+            *self.operands(),
+            *arguments,
+            workspace=launch.workspace,
+            enable_pdl=launch.enable_pdl,
         )
 
-    def logits(self, x: Tensor) -> Tensor:
-        return calls.nvfp4_lm_head(x, *self.operands())
+    def logits(self, x: Tensor, enable_pdl: bool = False) -> Tensor:
+        return calls.nvfp4_lm_head(x, *self.operands(), enable_pdl=enable_pdl)
 
 
 class BF16Linear(Linear):
@@ -170,19 +176,23 @@ class BF16Linear(Linear):
         """The one tensor, in the order of every op."""
         return (self._parameters["weight"],)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return calls.bf16_linear(x, *self.operands())
+    def forward(self, x: Tensor, enable_pdl: bool = False) -> Tensor:
+        return calls.bf16_linear(x, *self.operands(), enable_pdl=enable_pdl)
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        return calls.bf16_linear_silu_and_mul(x, *self.operands())
+    def silu_and_mul(self, x: Tensor, enable_pdl: bool = False) -> Tensor:
+        return calls.bf16_linear_silu_and_mul(x, *self.operands(), enable_pdl=enable_pdl)
 
-    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, workspace: Tensor) -> Tensor:
+    def qkv_norm_rope_kv_write(self, x: Tensor, *arguments: Any, launch: Launch) -> Tensor:
         return calls.bf16_qkv_norm_rope_kv_write(
-            x, *self.operands(), *arguments, workspace=workspace
+            x,
+            *self.operands(),
+            *arguments,
+            workspace=launch.workspace,
+            enable_pdl=launch.enable_pdl,
         )
 
-    def logits(self, x: Tensor) -> Tensor:
-        return calls.bf16_lm_head(x, *self.operands())
+    def logits(self, x: Tensor, enable_pdl: bool = False) -> Tensor:
+        return calls.bf16_lm_head(x, *self.operands(), enable_pdl=enable_pdl)
 
 
 def make_linear(

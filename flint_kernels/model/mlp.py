@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flint_kernels.model import calls
+from flint_kernels.model.calls import Launch
 from flint_kernels.model.config import FlintConfig
 from flint_kernels.model.linear import (
     FormatModule,
@@ -32,9 +33,10 @@ class SwiGLU(FormatModule):
         self.gate_up_proj = make_linear(weight_format, hidden, [intermediate] * 2, device)
         self.down_proj = make_linear(weight_format, intermediate, [hidden], device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, enable_pdl: bool = False) -> Tensor:
         held = self._modules
-        out: Tensor = held["down_proj"](held["gate_up_proj"].silu_and_mul(x))
+        act = held["gate_up_proj"].silu_and_mul(x, enable_pdl)
+        out: Tensor = held["down_proj"](act, enable_pdl)
         return out
 
 
@@ -48,10 +50,11 @@ class DenseMLP(SwiGLU):
         self.eps = config.rms_norm_eps
 
     def decode(
-        self, x: Tensor, residual: Tensor, norm: Tensor, workspace: Tensor
+        self, x: Tensor, residual: Tensor, norm: Tensor, launch: Launch
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = calls.fused_add_rms_norm(x, residual, norm, self.eps)
-        return self(normed), residual
+        pdl = launch.enable_pdl
+        normed, residual = calls.fused_add_rms_norm(x, residual, norm, self.eps, enable_pdl=pdl)
+        return self(normed, pdl), residual
 
     prefill = decode
 
@@ -74,10 +77,15 @@ class NVFP4Experts(FormatModule):
         self.w2_scale_2 = parameter(experts, dtype=torch.float32, device=device)
 
     def gate_up(
-        self, x: Tensor, ids: Tensor, shared: Linear, workspace: Tensor
+        self, x: Tensor, ids: Tensor, shared: Linear, launch: Launch
     ) -> tuple[Tensor, Tensor]:
         return calls.nvfp4_moe_gate_up(
-            x, ids, *self._tensors("w13"), *shared.operands(), workspace=workspace
+            x,
+            ids,
+            *self._tensors("w13"),
+            *shared.operands(),
+            workspace=launch.workspace,
+            enable_pdl=launch.enable_pdl,
         )
 
     def down(
@@ -87,8 +95,7 @@ class NVFP4Experts(FormatModule):
         weights: Tensor,
         ids: Tensor,
         shared: Linear,
-        *,
-        workspace: Tensor,
+        launch: Launch,
     ) -> Tensor:
         return calls.nvfp4_moe_down(
             routed,
@@ -97,7 +104,8 @@ class NVFP4Experts(FormatModule):
             ids,
             *self._tensors("w2"),
             *shared.operands(),
-            workspace=workspace,
+            workspace=launch.workspace,
+            enable_pdl=launch.enable_pdl,
         )
 
     def forward(
@@ -129,10 +137,16 @@ class BF16Experts(FormatModule):
         self.w2 = parameter(experts, hidden, width, dtype=torch.bfloat16, device=device)
 
     def gate_up(
-        self, x: Tensor, ids: Tensor, shared: Linear, workspace: Tensor
+        self, x: Tensor, ids: Tensor, shared: Linear, launch: Launch
     ) -> tuple[Tensor, Tensor]:
-        w13 = self._parameters["w13"]
-        return calls.bf16_moe_gate_up(x, ids, w13, *shared.operands(), workspace=workspace)
+        return calls.bf16_moe_gate_up(
+            x,
+            ids,
+            self._parameters["w13"],
+            *shared.operands(),
+            workspace=launch.workspace,
+            enable_pdl=launch.enable_pdl,
+        )
 
     def down(
         self,
@@ -141,12 +155,18 @@ class BF16Experts(FormatModule):
         weights: Tensor,
         ids: Tensor,
         shared: Linear,
-        *,
-        workspace: Tensor,
+        launch: Launch,
     ) -> Tensor:
         w2 = self._parameters["w2"]
         return calls.bf16_moe_down(
-            routed, shared_act, weights, ids, w2, *shared.operands(), workspace=workspace
+            routed,
+            shared_act,
+            weights,
+            ids,
+            w2,
+            *shared.operands(),
+            workspace=launch.workspace,
+            enable_pdl=launch.enable_pdl,
         )
 
     def forward(
@@ -174,25 +194,30 @@ class MoE(FormatModule):
         )
 
     def decode(
-        self, x: Tensor, residual: Tensor, norm: Tensor, workspace: Tensor
+        self, x: Tensor, residual: Tensor, norm: Tensor, launch: Launch
     ) -> tuple[Tensor, Tensor]:
         """The low-latency composition: three ops."""
         held = self._modules
         router, experts, shared = held["gate"], held["experts"], held["shared_expert"]._modules
         normed, residual, weights, ids = calls.fused_add_rms_norm_router_topk(
-            x, residual, norm, router.tensor(), self.top_k, self.eps, workspace=workspace
+            x,
+            residual,
+            norm,
+            router.tensor(),
+            self.top_k,
+            self.eps,
+            workspace=launch.workspace,
+            enable_pdl=launch.enable_pdl,
         )
-        routed, shared_act = experts.gate_up(normed, ids, shared["gate_up_proj"], workspace)
-        output = experts.down(
-            routed, shared_act, weights, ids, shared["down_proj"], workspace=workspace
-        )
+        routed, shared_act = experts.gate_up(normed, ids, shared["gate_up_proj"], launch)
+        output = experts.down(routed, shared_act, weights, ids, shared["down_proj"], launch)
         return output, residual
 
     def prefill(
-        self, x: Tensor, residual: Tensor, norm: Tensor, workspace: Tensor
+        self, x: Tensor, residual: Tensor, norm: Tensor, launch: Launch
     ) -> tuple[Tensor, Tensor]:
         """The composition for many rows: the experts' rows grouped inside one op."""
         normed, residual = calls.fused_add_rms_norm(x, residual, norm, self.eps)
         weights, ids = calls.router_topk(calls.bf16_linear(normed, self.gate.weight), self.top_k)
         shared = self.shared_expert(normed)
-        return self.experts(normed, weights, ids, shared, workspace), residual
+        return self.experts(normed, weights, ids, shared, launch.workspace), residual
