@@ -42,8 +42,11 @@ HEADLINES = {
 }
 
 CHECKPOINTS = {"nvfp4": "NVFP4", "bf16": "BF16"}
-# The plain bodies set the yardstick. On the CPU decode equals prefill, so that one path will do.
-VALIDATED = {"validate": "C++", "validate_reference": "PyTorch (the yardstick)"}
+# File and bodies. The plain ones set the yardstick; there decode equals prefill, and one path does.
+VALIDATED = {
+    "cpu": {"validate": "C++", "validate_reference": "PyTorch (the yardstick)"},
+    GPU: {"validate": "GPU"},
+}
 TRAINED = {
     "fp32_master": "FP32 weights of the BF16 stage",
     "bf16": "BF16, as shipped",
@@ -110,12 +113,12 @@ def cpu() -> str:
     return markdown(head, lines) + conditions(meta)
 
 
-def validate() -> str:
+def validate(machine: str) -> str:
     """Perplexity and distance from the FP32 forward, a line for each path and checkpoint."""
     meta: dict[str, Any] = {}
     cells: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for name, bodies in VALIDATED.items():
-        found, rows = read("cpu", name)
+    for name, bodies in VALIDATED[machine].items():
+        found, rows = read(machine, name)
         meta = meta or found
         for row in rows:
             line = cells.setdefault((row["case"], CHECKPOINTS[row["checkpoint"]], bodies), {})
@@ -301,7 +304,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer-chain": layer_chain,
     "roof": roof,
     "training": training,
-    "validate": validate,
+    "validate": partial(validate, "cpu"),
+    "validate-gpu": partial(validate, GPU),
 }
 
 

@@ -23,7 +23,7 @@ enum class LinearOutput : int {
 };
 
 // out = scale_2 * sum(x * weight). Row r has the global scale of its shard, the first whose end is
-// above r. A token's bits depend on the token alone.
+// above r. A token's bits are the same among any 2 to 8; alone it may be summed in another order.
 struct Linear {
   WeightMatrix weight;
   const float* scale_2;  // [shards], on the device; null for BF16

@@ -12,8 +12,8 @@ namespace flint::cuda {
 // What `linear` and qk_norm_rope_kv_write compute one after the other. `rest.qkv` and `rest.k` are
 // not used; q's, k's and v's rows may have a global scale each (`shards` 1 or 3).
 //
-// With PDL, positions and slots are read ahead of the wait: the kernel that writes them must not be
-// the one in front of this.
+// With PDL, positions and slots are read ahead of the wait: they must be complete when the kernel
+// in front of this starts, that is, written by one that the kernel in front has itself waited for.
 struct QkvLinear {
   WeightMatrix weight;   // [(heads + 2 * kv_heads) * 128, width]
   const float* scale_2;  // [shards]; null for BF16
