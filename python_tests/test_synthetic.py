@@ -46,8 +46,10 @@ class Observed:
         self.loads: list[torch.Tensor] = []
         add, route = calls.fused_add_rms_norm, calls.router_topk
 
-        def observed_add(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
-            normed, residual = add(*arguments)
+        def observed_add(
+            *arguments: object, **options: object
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            normed, residual = add(*arguments, **options)
             self.stream_rms.append(residual.float().square().mean().sqrt().item())
             return normed, residual
 
