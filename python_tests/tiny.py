@@ -33,8 +33,9 @@ CONFIG = FlintConfig(
 
 @functools.cache
 def tiny_model(weight_format: str = "nvfp4") -> Flint:
-    """The same weights at every call; tests do not write them."""
-    return synthetic(CONFIG, weight_format, seed=7)
+    """The same weights at every call; tests do not write them, or put back what they wrote."""
+    with torch.inference_mode(False):  # whoever asks first: no one else could write them then
+        return synthetic(CONFIG, weight_format, seed=7)
 
 
 def random_tokens(count: int, seed: int = 0) -> torch.Tensor:
