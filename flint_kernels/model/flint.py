@@ -212,10 +212,10 @@ class Flint(FormatModule):
         self, input_ids: Tensor, batch: Batch, cache: PagedKVCache, launch: Launch
     ) -> tuple[Tensor, Tensor]:
         """The last layer's output and the residual, which the final norm adds up: [T, H] each."""
-        # A kernel of torch's, launched ordinarily: it starts after whatever wrote the batch and the
-        # ids, and the first op's kernel waits for its end. So no kernel after it that is launched
-        # with PDL, and reads positions, slots, tables or lengths ahead of its own wait, can be
-        # early for them.
+        # A kernel of torch's, launched ordinarily: it starts once whatever wrote the batch and the
+        # ids is complete, and lets nothing start before its last CTA has ended. So every kernel of
+        # the ops finds positions, slots, tables and lengths complete, even one that is launched
+        # with PDL and reads them ahead of its own wait, behind a norm that lets it start at once.
         x = self._embed(input_ids).to(self.compute_dtype)
         residual: Tensor | None = None
         cos_sin = self.cos_sin
