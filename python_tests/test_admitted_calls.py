@@ -14,7 +14,8 @@ from op_samples import BF16, int32, randn
 from test_errors import legal, split, tensors
 from test_namespace import as_tuple, bits
 
-from flint_kernels.backends import native, native_cpu
+from flint_kernels import ops
+from flint_kernels.backends import cpu, native, native_cpu
 from flint_kernels.ops import REGISTRY
 
 NAMES = sorted(native_cpu.NAMES)
@@ -52,6 +53,19 @@ def test_a_call_that_has_passed_runs_and_gives_the_same(name: str) -> None:
     for key in REGISTRY[name].mutates:
         assert torch.equal(bits(first[key]), bits(second[key]))
         assert torch.equal(bits(first[key]), bits(third[key]))
+
+
+def test_where_the_library_is_not_in_use_no_remembered_call_is_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, weight = randn(256, 2048), randn(2048, seed=1)
+    installed = ops.rms_norm(x, weight)
+    plain = cpu.reference_body("rms_norm")(x, weight, 1e-6)
+    assert not torch.equal(installed, plain)  # else this test would see nothing
+    monkeypatch.setattr(native, "is_available", lambda: False)
+    assert torch.equal(ops.rms_norm(x, weight), plain)
+    monkeypatch.undo()
+    assert torch.equal(ops.rms_norm(x, weight), installed)
 
 
 def wider(tensor: torch.Tensor, at: int) -> torch.Tensor:

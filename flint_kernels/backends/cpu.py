@@ -34,7 +34,7 @@ def register() -> None:
             implement(name, "CPU", reference_body(name))
         else:
             choice = _choice(name, native_cpu.body(name), reference_body(name))
-            shortcut = native_cpu.shortcut(name, native.is_available)
+            shortcut = native_cpu.shortcut(name, _library_in_use)
             implement(name, "CPU", choice, out_body=choice, shortcut=shortcut)
 
 
@@ -45,6 +45,11 @@ def reference_body(name: str) -> Callable[..., Any]:
     return body
 
 
+def _library_in_use() -> bool:
+    """The one question that both a body and its shortcut ask."""
+    return native.is_available()
+
+
 def _choice(
     name: str, fast: Callable[..., Any], reference: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -53,7 +58,7 @@ def _choice(
     def body(**arguments: Any) -> Any:
         # The first argument of every op is its activations; FP32 ones ask for the oracle.
         activations = next(iter(arguments.values()))
-        if native_cpu.takes(name, activations) and native.is_available():
+        if native_cpu.takes(name, activations) and _library_in_use():
             return fast(**arguments)
         # The reference bodies take no buffers: what they return is copied.
         return reference(**{k: v for k, v in arguments.items() if k not in outputs})

@@ -69,16 +69,17 @@ def body(name: str) -> Callable[..., Any]:
 def shortcut(name: str, is_available: Callable[[], bool]) -> Callable[..., Sequence[Tensor]]:
     """For `implement`: the library remembers which calls have passed (csrc/torch/call.h).
 
-    `is_available` says whether the library is loaded, and loads it.
+    `is_available` says whether the library is loaded, and loads it. It is asked at every call, as
+    the body's choice is: the two must not go different ways.
     """
     op: Callable[..., list[Tensor]] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Sequence[Tensor]:
         nonlocal op
+        # Loading the library waits for the first call, so that importing the package is quick.
+        if not is_available():
+            return ()
         if op is None:
-            # Loading the library waits for the first call, so that importing the package is quick.
-            if not is_available():
-                return ()
             op = raw(name)
         return op(*args, **kwargs)
 
