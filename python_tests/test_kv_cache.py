@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tiny import chunked, random_tokens, tiny_model
 
 from flint_kernels.model import FlintConfig, OutOfPagesError, PagedKVCache
 
@@ -207,6 +208,49 @@ def test_without_window_or_without_full_layers() -> None:
     assert cache.pages == 0 and set(batch.slots.tolist()) == {-1}
 
 
+@pytest.mark.parametrize("length", [1, 16, 40, 100, 200])
+@torch.inference_mode()
+def test_a_copy_goes_on_as_its_original_does(length: int) -> None:
+    """In the same cache and in a longer one, whose rings lie elsewhere; neither sees the other."""
+    model = tiny_model()
+    prompt, after = random_tokens(length), random_tokens(90, seed=1)
+    narrow = PagedKVCache(model.config, max_requests=3, max_positions=length + 2)
+    wide = PagedKVCache(model.config, max_requests=2, max_positions=400)
+    wide.add()
+    request = narrow.add()
+    model.prefill(prompt, narrow.plan([request], [length]), narrow)
+    same, other = narrow.copy(request), wide.copy(request, narrow)
+
+    step = model(after[:1], narrow.plan_decode([request]), narrow)
+    assert torch.equal(step, model(after[:1], narrow.plan_decode([same]), narrow))
+    want = chunked(model, torch.cat([prompt, after]), [length, 1, 60, 29])[length:]
+    batch = wide.plan([other], [90])
+    assert torch.equal(model.logits(model.prefill(after, batch, wide)), want)
+    assert narrow.length(same) == length + 1 and wide.length(other) == length + 90
+
+
+def test_what_cannot_be_copied_changes_nothing() -> None:
+    cache = PagedKVCache(CONFIG, max_requests=2, tokens=48)
+    request = cache.add()
+    cache.plan([request], [40])
+    with pytest.raises(OutOfPagesError, match="want 3 for this step"):
+        cache.copy(request)
+    assert (cache.free_requests, cache.free_pages) == (1, 0)
+    short = PagedKVCache(CONFIG, max_positions=32)
+    with pytest.raises(ValueError, match="max_positions"):
+        short.copy(request, cache)
+    assert short.free_requests == 1
+    with pytest.raises(ValueError, match="requests: got 7; want a live request"):
+        cache.copy(7)
+    with pytest.raises(ValueError, match="source: got a cache of another form"):
+        PagedKVCache(CONFIG, page_size=32).copy(request, cache)
+
+
+def test_an_empty_request_is_copied_too() -> None:
+    cache = PagedKVCache(CONFIG, max_requests=2, tokens=48)
+    assert cache.length(cache.copy(cache.add())) == 0
+
+
 class Requests(RuleBasedStateMachine):
     """Random lives of requests: no page is shared, none is lost."""
 
@@ -247,6 +291,22 @@ class Requests(RuleBasedStateMachine):
             return
         self.lengths.update(zip(requests, grown, strict=True))
         self.check_slots(requests, batch)
+
+    @precondition(lambda self: self.lengths)
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(self.lengths)))
+        pages = -(-self.lengths[request] // 16)
+        try:
+            new = self.cache.copy(request)
+        except OutOfPagesError:
+            assert pages > self.cache.free_pages
+            return
+        except RuntimeError:
+            assert len(self.lengths) == 4
+            return
+        assert new not in self.lengths
+        self.lengths[new] = self.lengths[request]
 
     @precondition(lambda self: self.lengths)
     @rule()

@@ -93,6 +93,7 @@ class PagedKVCache:
         if max(self.pages, max_requests * self.ring_pages) * page_size >= 1 << 31:
             raise _error("tokens", tokens, "fewer than 2**31 in all: slots are int32")
         self._full = full
+        self._windows = windows
 
         ring = max_requests * self.ring_pages
         self.layers = tuple(
@@ -183,6 +184,41 @@ class PagedKVCache:
         self._free_pages.extend(reversed(self._pages.pop(request)))
         del self._lengths[request]
         self._free_requests.append(request)
+
+    def copy(self, request: int, source: PagedKVCache | None = None) -> int:
+        """A new request of the same tokens: its own pages, K and V copied from those of `request`.
+
+        Args:
+            request: a live request of `source`.
+            source: the cache it is in, of the same model, page size, dtype and device; None: this.
+
+        Raises:
+            ValueError: the request is not live, longer than max_positions, or of a cache of another
+                form.
+            RuntimeError: max_requests requests are live.
+            OutOfPagesError: the pool is too small. In every case nothing has changed.
+        """
+        source = self if source is None else source
+        source._check_live(request)
+        self._check_form(source)
+        new = self.add()
+        length = source._lengths[request]
+        if length == 0:
+            return new
+        try:
+            self._reserve([new], [length])
+        except (ValueError, OutOfPagesError):
+            self.release(new)
+            raise
+        last = (length - 1) // self.page_size
+        rings = (source._ring_pages_of(request, last), self._ring_pages_of(new, last))
+        pages = (source._pages[request], self._pages[new])
+        index = [torch.tensor(ids).to(self.device, non_blocking=True) for ids in (*rings, *pages)]
+        for layer, window in enumerate(self._windows):
+            held, own = index[:2] if window else index[2:]
+            for target, values in zip(self.layers[layer], source.layers[layer], strict=True):
+                target[own] = values[held]
+        return new
 
     def make_decode_buffers(self, rows: int) -> DecodeBuffers:
         """Buffers that `plan_decode` may write steps of up to `rows` requests into."""
@@ -351,6 +387,20 @@ class PagedKVCache:
         row = torch.tensor(pages[start:], dtype=torch.int32)
         self.block_table[request, start : len(pages)].copy_(row, non_blocking=True)
         self._growth += 1
+
+    def _ring_pages_of(self, request: int, last: int) -> list[int]:
+        """Pages of the window layers that hold a request's latest tokens, up to its page `last`."""
+        ring = self.ring_pages
+        return [request * ring + page % ring for page in range(max(0, last + 1 - ring), last + 1)]
+
+    def _check_form(self, other: PagedKVCache) -> None:
+        def form(cache: PagedKVCache) -> tuple[object, ...]:
+            k = cache.layers[0].k
+            return cache._windows, cache.page_size, k.shape[2:], k.dtype, k.device
+
+        if form(other) != form(self):
+            want = "one of the same windows, page size, heads, dtype and device"
+            raise _error("source", "a cache of another form", want)
 
     def _check_buffers(self, buffers: DecodeBuffers, count: int) -> None:
         if buffers.owner is not self:
