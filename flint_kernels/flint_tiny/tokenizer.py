@@ -12,6 +12,10 @@ VOCABULARY_SIZE = 2048
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 
+# A chat as one document, each message a paragraph of it: the model has seen source files and no
+# conversations, so no mark of a role would mean anything to it.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
+
 
 def train_tokenizer(texts: Iterator[str], vocabulary_size: int = VOCABULARY_SIZE) -> Tokenizer:
     """Train byte-level BPE on `texts`; the result has exactly `vocabulary_size` entries.
@@ -39,11 +43,18 @@ def train_tokenizer(texts: Iterator[str], vocabulary_size: int = VOCABULARY_SIZE
 
 
 def tokenizer_config() -> dict[str, object]:
-    """The tokenizer_config.json that makes transformers load a plain fast tokenizer."""
+    """The tokenizer_config.json that makes transformers load a plain fast tokenizer.
+
+    Padding goes before a text, where a text that is to be continued needs it, and has no token of
+    its own: what pads is masked.
+    """
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "padding_side": "left",
+        "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 262144,
     }

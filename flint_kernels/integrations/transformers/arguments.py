@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+_PACKED = "Sequences are not packed: pass a batch with padding, which costs nothing"
+
 # What forward() of other models takes, and why this one does not.
 _REFUSED = {
     "inputs_embeds": "The ops take ids",
     "output_attentions": "The ops do not keep them. Leave it out",
     "output_hidden_states": "Layers hand rows on inside the ops' module. Leave it out",
     "output_router_logits": "The router's op gives experts and weights. Leave it out",
-    "cu_seq_lens_q": "Sequences are not packed: pass a batch with padding, which costs nothing",
-    "cu_seq_lens_k": "Sequences are not packed: pass a batch with padding, which costs nothing",
-    "seq_idx": "Sequences are not packed: pass a batch with padding, which costs nothing",
+    "cu_seq_lens_q": _PACKED,
+    "cu_seq_lens_k": _PACKED,
+    "max_length_k": _PACKED,
+    "max_length_q": _PACKED,
+    "seq_idx": _PACKED,
 }
-# What changes nothing: read by wrappers, by the loss, or true of this model anyway.
-_IGNORED = {
-    "is_causal": True,
-    "max_length_k": None,
-    "max_length_q": None,
-    "num_items_in_batch": None,
-}
+# What changes nothing: generate() hands its own tokenizers on, the trainer a count for the loss.
+_WITHOUT_EFFECT = ("assistant_tokenizer", "num_items_in_batch", "tokenizer")
 _READ = ("position_ids", "return_dict")
 
 
@@ -45,9 +44,9 @@ def check_forward(config: Any, cache: Any, kwargs: dict[str, Any]) -> Any:
     for name, value in kwargs.items():
         if name in _REFUSED and (value is not None and value is not False):
             raise unsupported(name, _short(value), "nothing", _REFUSED[name])
-        if name in _IGNORED and value is not None and _IGNORED[name] not in (None, value):
-            raise unsupported(name, _short(value), repr(_IGNORED[name]), "The model is causal")
-        if name not in _REFUSED and name not in _IGNORED and name not in _READ:
+        if name == "is_causal" and value is False:
+            raise unsupported(name, "False", "True", "Every query sees its past alone")
+        if name not in (*_REFUSED, *_WITHOUT_EFFECT, *_READ, "is_causal"):
             raise TypeError(f"forward: got the argument {name!r}; want one of its signature.")
     for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
         # What the call says has the last word, as everywhere in Transformers.

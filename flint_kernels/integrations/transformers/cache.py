@@ -180,7 +180,7 @@ class FlintCache(Cache):
 
     def reset(self) -> None:
         """Forgets all rows; their pages stay."""
-        for request in reversed(sorted(self._requests)):
+        for request in sorted(self._requests, reverse=True):
             self.room.paged.release(request)
         self._requests, self._ended, self._columns = [], [], 0
 
@@ -206,7 +206,7 @@ class FlintCache(Cache):
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises: the ops write K and V themselves."""
         raise NotImplementedError(
-            "cache: got a call of update() from a model that computes K and V outside the ops; want "
+            "cache: got a call of update(), by a model that computes K and V itself; want "
             "FlintForCausalLM of flint_kernels, which this cache is for."
         )
 

@@ -1,4 +1,4 @@
-"""`FlintConfig` as Transformers has it, with the fields of a config.json that its own leaves out."""
+"""`FlintConfig` as Transformers has it, with the fields of a config.json that it leaves out."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from huggingface_hub.dataclasses import strict
 from flint_kernels.model import FlintConfig as Shape
 from flint_kernels.model.config import FULL
 
-# What `transformers serve` looks up in the package `transformers` to load a model, and what sends it
-# through the registry, where this integration is. The architecture's name would be looked up there
-# too, and give the class of that name that Transformers has by itself.
+# `transformers serve` looks the name of the architecture up in the package `transformers`, where
+# the model's own name gives the class that Transformers has by itself. This name is looked up there
+# too, and sends it through the registry, where this integration is.
 _THROUGH_THE_REGISTRY = "AutoModelForCausalLM"
 _ARCHITECTURE = "FlintForCausalLM"
 
@@ -34,7 +34,7 @@ class FlintConfig(transformers.FlintConfig):
     sliding_window: int | None = 513  # type: ignore[assignment]
 
     def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
         self.architectures = [_THROUGH_THE_REGISTRY]
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class FlintConfig(transformers.FlintConfig):
             full = [layer for layer, kind in enumerate(self.layer_types or ()) if kind == FULL]
             raise ValueError(
                 "config field 'no_rope_layer_indices': got nothing; want the layers without RoPE. "
-                f"Write {full} into the config.json for the full-attention layers, as Transformers' "
-                "own model takes it, or [] for none."
+                f"Write {full} into the config.json for the full-attention layers, which is what "
+                "Transformers' own model takes, or [] for none."
             )
         return Shape.from_dict(self.to_dict())

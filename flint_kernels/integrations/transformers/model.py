@@ -62,7 +62,7 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = model
         self._shelf = Shelf()
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -102,7 +102,8 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
             if generation_config is None
             else generation_config
         )
-        return model.eval()
+        model.eval()  # type: ignore[no-untyped-call]
+        return model
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> NoReturn:
@@ -184,7 +185,7 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
 
     # --------------------------------------------------------------------- what generate() asks
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
+    def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         *args: Any,
@@ -210,7 +211,7 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
         )
         return inputs
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
@@ -236,9 +237,6 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
                 "cannot take candidates back",
             )
         if model_kwargs.get("cache") is not None or generation_config.use_cache is False:
-            super()._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
             return
         length = max(max_cache_length, generation_config.max_cache_len or 0, 1)
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
@@ -249,7 +247,7 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
         model_kwargs["cache"] = cache
 
     def free_static_cache(self) -> None:
-        """Lets go of the pages and graphs that cache_implementation="static" keeps between calls."""
+        """Lets go of the pages and graphs that `cache_implementation="static"` keeps."""
         self._shelf.clear()
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -20,12 +20,22 @@ if TYPE_CHECKING:
     from flint_kernels.integrations.transformers.config import FlintConfig
 
 # Of downloads, of code from a hub and of how Transformers loads by itself: there is none of these.
-_WITHOUT_EFFECT = frozenset(
-    (
-        "_commit_hash _from_auto _from_pipeline adapter_kwargs cache_dir force_download "
-        "local_files_only low_cpu_mem_usage proxies revision token tqdm_class trust_remote_code "
-        "use_safetensors weights_only"
-    ).split()
+_WITHOUT_EFFECT = (
+    "_commit_hash",
+    "_from_auto",
+    "_from_pipeline",
+    "adapter_kwargs",
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "low_cpu_mem_usage",
+    "proxies",
+    "revision",
+    "token",
+    "tqdm_class",
+    "trust_remote_code",
+    "use_safetensors",
+    "weights_only",
 )
 # Where None, or what is named, is the only value there is.
 _ONLY: Mapping[str, tuple[object, ...]] = {

@@ -1,15 +1,16 @@
-"""Which columns of a padded batch are tokens: a batch of Transformers as rows of its own lengths."""
+"""Which columns of a padded batch are tokens: a batch as rows that have lengths of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """Of a row's new columns, those that are tokens: [start, stop), the others padding."""
 
     start: int
