@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from flint_kernels.integrations.transformers.arguments import check_forward, uns
 from flint_kernels.integrations.transformers.cache import FlintCache, check_batch
 from flint_kernels.integrations.transformers.config import FlintConfig
 from flint_kernels.integrations.transformers.room import Shelf
-from flint_kernels.integrations.transformers.rows import check_positions
+from flint_kernels.integrations.transformers.rows import check_positions, check_prompt_end
 from flint_kernels.integrations.transformers.step import step
 from flint_kernels.model import Flint
 
@@ -185,32 +184,6 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
 
     # --------------------------------------------------------------------- what generate() asks
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        *args: Any,
-        attention_mask: Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> Mapping[str, Any]:
-        """As GenerationMixin's; a prompt that ends in padding is an error."""
-        if is_first_iteration and attention_mask is not None and attention_mask.dim() == 2:
-            ended = (attention_mask[:, -1] == 0).nonzero().flatten().tolist()
-            if ended:
-                raise ValueError(
-                    f"attention_mask: got padding at the end of row {ended[0]}; want it before the "
-                    "first token, where new tokens do not follow it. Set "
-                    "tokenizer.padding_side = 'left'."
-                )
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
-            input_ids,
-            *args,
-            attention_mask=attention_mask,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-        return inputs
-
     def _prepare_cache_for_generation(  # type: ignore[override]
         self,
         generation_config: GenerationConfig,
@@ -219,7 +192,11 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """Puts a FlintCache into model_kwargs: "dynamic" and "static" differ in what is kept."""
+        """Puts a FlintCache into model_kwargs, for as many tokens as the call may come to.
+
+        generate() calls this once, when it knows all that is asked of it: so what cannot be done is
+        refused here.
+        """
         implementation = generation_config.cache_implementation
         if implementation not in _PAGED:
             raise unsupported(
@@ -236,6 +213,7 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
                 "Leave out assistant_model, prompt_lookup_num_tokens and the like: window layers "
                 "cannot take candidates back",
             )
+        check_prompt_end(model_kwargs.get("attention_mask"))
         if model_kwargs.get("cache") is not None or generation_config.use_cache is False:
             return
         length = max(max_cache_length, generation_config.max_cache_len or 0, 1)

@@ -39,7 +39,7 @@ _WITHOUT_EFFECT = (
 )
 # Where None, or what is named, is the only value there is.
 _ONLY: Mapping[str, tuple[object, ...]] = {
-    "attn_implementation": (),
+    "attn_implementation": ("eager",),  # Transformers' name for what is a model's own
     "experts_implementation": (),
     "quantization_config": (),
     "subfolder": ("",),

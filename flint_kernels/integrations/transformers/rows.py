@@ -89,6 +89,20 @@ def check_positions(
             )
 
 
+def check_prompt_end(mask: Tensor | None) -> None:
+    """Raises ValueError where a row of a prompt's mask [B, S] ends in padding.
+
+    The tokens to come are drawn from the logits of the last column.
+    """
+    ended = [] if mask is None else (mask[:, -1] == 0).nonzero().flatten().tolist()
+    if ended:
+        raise _error(
+            f"padding at the end of row {ended[0]}",
+            "padding before the first token, where new tokens do not follow it",
+            "Set tokenizer.padding_side = 'left'",
+        )
+
+
 def _row(index: int, answer: list[int], length: int, ended: bool) -> Row:
     seen, new = answer[0], answer[1:]
     if seen != length:
