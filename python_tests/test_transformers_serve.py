@@ -6,6 +6,8 @@ What it needs belongs to the extra `test`: where it is missing these tests fail,
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import pytest
 from openai import APIError, OpenAI
 from transformers_support import TEXTS, folder, library_tokens, tokenizer
 
+DOCUMENTED_CHAT = [{"role": "user", "content": "def main():"}]
 START_SECONDS = 120  # only a server that does not come up waits so long
 
 
@@ -98,6 +101,21 @@ def test_a_whole_answer_and_a_plain_completion(client: OpenAI) -> None:
     assert answer.usage is not None and answer.usage.completion_tokens == 20
     plain = client.completions.create(model=model, prompt=TEXTS[1], max_tokens=20, temperature=0)
     assert plain.choices[0].text == tokenizer().decode(library_tokens("flint-tiny", TEXTS[1], 20))
+
+
+def test_the_documented_client_runs(
+    client: OpenAI, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = Path(__file__).parents[1] / "docs" / "transformers.md"
+    [code] = re.findall(r"^```py\n(.*?)^```$", document.read_text("utf-8"), re.DOTALL | re.M)
+    address = "http://localhost:8000/v1"
+    assert address in code
+    script = tmp_path / "client.py"
+    script.write_text(code.replace(address, str(client.base_url)), encoding="utf-8")
+    runpy.run_path(str(script))
+    prompt = tokenizer().apply_chat_template(DOCUMENTED_CHAT, tokenize=False)
+    want = tokenizer().decode(library_tokens("flint-tiny", prompt, 40))
+    assert capsys.readouterr().out == want
 
 
 def test_sampling_by_a_seed(client: OpenAI) -> None:
