@@ -5,6 +5,7 @@
 # make docs    regenerates what is generated in the documents
 # make bench   measures the figures of docs/results/cpu, on a machine that does nothing else
 # make gpu-test   as test, the tests that need an NVIDIA GPU
+# make gpu-test-two  the tests that need two of them
 # make gpu-bench  measures the kernels for docs/results/$(GPU), on a GPU that does nothing else
 # make clean   removes what was built; `make distclean` the virtual environment too
 #
@@ -49,7 +50,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
-.PHONY: demo test lint format docs bench gpu-test gpu-bench clean distclean compiler FORCE
+.PHONY: demo test lint format docs bench gpu-test gpu-test-two gpu-bench clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
@@ -87,6 +88,9 @@ bench: $(STAMPS)/package
 
 gpu-test: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
+
+gpu-test-two: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) -m pytest -m two_gpus python_tests/gpu $(PYTEST_ARGS)
 
 gpu-bench: $(STAMPS)/package
 	$(PY) -m microbench.kernels --output build/results/$(GPU)
