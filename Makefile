@@ -6,6 +6,7 @@
 # make bench   measures the figures of docs/results/cpu, on a machine that does nothing else
 # make gpu-test   as test, the tests that need an NVIDIA GPU
 # make gpu-test-two  the tests that need two of them
+# make properties      many examples of the property tests; `make gpu-properties` on a GPU
 # make gpu-bench  measures the kernels for docs/results/$(GPU), on a GPU that does nothing else
 # make clean   removes what was built; `make distclean` the virtual environment too
 #
@@ -50,7 +51,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
-.PHONY: demo test lint format docs bench gpu-test gpu-test-two gpu-bench clean distclean compiler FORCE
+.PHONY: demo test lint format docs bench properties gpu-test gpu-test-two gpu-properties gpu-bench clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
@@ -91,6 +92,19 @@ gpu-test: compiler $(STAMPS)/test
 
 gpu-test-two: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -m two_gpus python_tests/gpu $(PYTEST_ARGS)
+
+properties: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) python_tests/run_properties.py --output build/results/properties.json
+	mkdir -p docs/results/cpu
+	cp build/results/properties.json docs/results/cpu/
+	$(PY) docs/generate_faults.py
+
+gpu-properties: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) python_tests/run_properties.py --device cuda \
+	  --output build/results/$(GPU)/properties.json -- -m gpu
+	mkdir -p docs/results/$(GPU)
+	cp build/results/$(GPU)/properties.json docs/results/$(GPU)/
+	$(PY) docs/generate_faults.py
 
 gpu-bench: $(STAMPS)/package
 	$(PY) -m microbench.kernels --output build/results/$(GPU)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from flint_kernels.backends import native
+
+if importlib.util.find_spec("hypothesis"):  # most tests, those of a GPU above all, do without
+    from hypothesis import HealthCheck, settings
+
+    # Without a word the same few examples each time; `--hypothesis-profile=campaign` searches.
+    settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, database=None)
+    settings.register_profile(
+        "campaign", deadline=None, max_examples=2000, suppress_health_check=list(HealthCheck)
+    )
+    settings.load_profile("ci")
 
 
 @pytest.fixture(params=["installed", "plain"])

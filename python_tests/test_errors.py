@@ -468,3 +468,48 @@ def test_output_buffers_may_interleave() -> None:
     assert torch.equal(normed, want[0])
     assert torch.equal(carried, want[1])
     assert torch.equal(twin, x)
+
+
+# ------------------------------------------------------------------ found by property tests
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_none_in_place_of_a_tensor(name: str) -> None:
+    """The dispatcher takes None for any tensor; both variants name the argument."""
+    required = REGISTRY[name].required
+    assert required
+    for argument in required[1:] if len(required) > 1 else ():
+        assert_refused(name, {**legal(name), argument: None}, argument, TypeError)
+
+
+def test_a_tensor_without_memory_beside_one_of_the_cpu() -> None:
+    """Also where such a call has passed before: torch's C shim has no name for the meta device."""
+    x, weight = randn(2, 4), randn(3, 4)
+    ops.bf16_linear(x, weight)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="'weight': got a tensor on meta; want cpu"):
+            ops.bf16_linear(x, weight.to("meta"))
+
+
+@pytest.mark.parametrize("eps", [0.0, -1.0, 1e-300, 1e300, float("inf"), float("nan")])
+def test_an_epsilon_that_fp32_has_not(eps: float) -> None:
+    """1e-300 is 0 to a body that computes in FP32, and a row of zeros would become NaN."""
+    with pytest.raises(ValueError, match=r"rms_norm: argument 'eps': got .*want a value from"):
+        ops.rms_norm(torch.zeros(2, 4, dtype=BF16), randn(4), eps)
+
+
+def test_no_columns_at_all() -> None:
+    """A last dimension of 0 is legal: `reshape(-1, 0)` would not be."""
+    nothing = torch.zeros(3, 0, dtype=BF16)
+    assert ops.silu_and_mul(nothing).shape == (3, 0)
+    assert ops.bf16_linear(nothing, torch.zeros(2, 0, dtype=BF16)).tolist() == [[0.0, 0.0]] * 3
+
+
+def test_a_skipped_entry_takes_no_scale() -> None:
+    """Its activations are zeros, whatever the global scales of the experts are."""
+    arguments = legal("nvfp4_moe_gate_up")
+    arguments["topk_ids"].fill_(-1)
+    arguments["w13_scale_2"].fill_(torch.nan)
+    for dtype in (BF16, FP32):
+        acts, _ = ops.nvfp4_moe_gate_up(**{**arguments, "x": arguments["x"].to(dtype)})
+        assert not acts.any()

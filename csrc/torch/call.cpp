@@ -41,6 +41,15 @@ int32_t type_code(ScalarType type) {
   }
 }
 
+// What `get` says of a tensor; kUnknown where torch's C shim has no code for it (the meta device).
+// The checks refuse such a tensor beside one of the CPU: no call that has passed looks like that.
+constexpr int64_t kUnknown = -2;
+
+int64_t code_of(AtenTensorHandle tensor, AOTITorchError (*get)(AtenTensorHandle, int32_t*)) {
+  int32_t code = 0;
+  return get(tensor, &code) == AOTI_TORCH_SUCCESS ? code : kUnknown;
+}
+
 }  // namespace
 
 size_t Admitted::Hash::operator()(const std::vector<int64_t>& words) const {
@@ -59,11 +68,12 @@ void Signature::add(const std::vector<int64_t>& values) {
 }
 
 void Signature::add_tensor(const Tensor& tensor, bool written) {
+  // None where a tensor is wanted: the dispatcher lets it through, and the checks refuse it.
+  if (!tensor.defined()) return words_.push_back(kUnknown);
   const AtenTensorHandle handle = tensor.get();
-  int32_t type = 0, device = 0, index = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &index));
+  const int64_t type = code_of(handle, aoti_torch_get_dtype);
+  const int64_t device = code_of(handle, aoti_torch_get_device_type);
+  const int64_t index = code_of(handle, aoti_torch_get_device_index);
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   words_.insert(words_.end(), {type, device, index, static_cast<int64_t>(sizes.size())});
   words_.insert(words_.end(), sizes.begin(), sizes.end());

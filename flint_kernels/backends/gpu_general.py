@@ -30,6 +30,7 @@ from flint_kernels.reference import kv_write as reference_kv_write
 from flint_kernels.reference import norm as reference_norm
 from flint_kernels.reference.numerics import rms_normalise
 from flint_kernels.reference.nvfp4 import errors_of
+from flint_kernels.shapes import flat_rows
 
 _flint: Any = torch.ops.flint
 _MASK = 0xFFFFFFFF
@@ -232,7 +233,7 @@ def nvfp4_linear(
 def _nvfp4_product(
     x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = flat_rows(x)
     rounds = dtype == x.dtype
     out: Tensor = _triton("matmul").matmul(rows, weight, scale, scale_2, dtype, rounds=rounds)
     return out.reshape(*x.shape[:-1], weight.shape[0])
@@ -244,7 +245,7 @@ def bf16_linear(x: Tensor, weight: Tensor, **_: object) -> Tensor:
 
 def _bf16_sums(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] times weight [N, K] transposed -> fp32 [..., N], not rounded."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = flat_rows(x)
     if rows.numel() == 0 or weight.numel() == 0:
         return torch.zeros(*x.shape[:-1], weight.shape[0], dtype=torch.float32, device=x.device)
     if not x.is_cuda:
@@ -345,7 +346,7 @@ def _down(
     experts = _triton("experts")
     outputs = torch.zeros(topk_ids.numel(), w2.shape[1], dtype=act.dtype, device=act.device)
     if act.numel() > 0 and w2.numel() > 0:
-        rows = act.reshape(-1, act.shape[-1])
+        rows = flat_rows(act)
         plan = experts.plan_blocks(topk_ids, w2.shape[0])
         experts.expert_matmul(rows, plan, outputs, w2, scale, scale_2, gated=False)
     out: Tensor = experts.combine(outputs, topk_weights, topk_ids, w2.shape[0], shared)

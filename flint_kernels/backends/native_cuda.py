@@ -19,13 +19,14 @@ from torch import Tensor
 
 from flint_kernels.formats import nvfp4
 from flint_kernels.reference.nvfp4 import errors_of
+from flint_kernels.shapes import flat_rows
 
 _native = torch.ops.flint_native
 
 
 def _rows(x: Tensor) -> Tensor:
     """x [..., D] as [rows, D] with contiguous elements; D is at least 1."""
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else flat_rows(x)
     return _contiguous_elements(rows)
 
 

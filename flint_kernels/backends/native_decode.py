@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flint_kernels.shapes import flat_rows
+
 _native = torch.ops.flint_native
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
@@ -40,7 +42,7 @@ def _runs_on(device: int) -> bool:
 
 def _rows(x: Tensor) -> Tensor:
     """x [..., K] as [rows, K] with contiguous elements."""
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else flat_rows(x)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 

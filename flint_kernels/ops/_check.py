@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +12,9 @@ CODES = (torch.uint8,)
 SCALES = (torch.float8_e4m3fn,)
 FLOAT = (torch.float32,)
 INT32 = (torch.int32,)
+
+FP32_TINY = torch.finfo(torch.float32).tiny
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 def _fits(sizes: Sequence[int], wanted: Sequence[int | None]) -> bool:
@@ -99,9 +101,11 @@ class Checker:
         self.tensor(argument, tensor, dtypes, shape)
 
     def positive(self, argument: str, value: float) -> None:
-        if not 0 < value < math.inf:
+        """A normal number of FP32, in which bodies compute: beyond, it would be 0 or infinite."""
+        if not FP32_TINY <= value <= FP32_MAX:
             remedy = "Pass the one of the model's config."
-            self.fail(argument, value, "a finite value above 0", remedy)
+            wanted = f"a value from {FP32_TINY:.3g} to {FP32_MAX:.3g}"
+            self.fail(argument, value, wanted, remedy)
 
     def nvfp4(
         self,

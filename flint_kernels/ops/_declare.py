@@ -72,6 +72,7 @@ class Declaration:
     over: dict[str, str]  # output -> the input that it may be
     parameters: dict[str, Any]  # name -> default, or inspect.Parameter.empty
     mutates: tuple[str, ...] = ()  # the arguments that are written in place
+    required: tuple[str, ...] = ()  # the tensors without which there is no call
     bodies: dict[str, Body] = field(default_factory=dict)
     # Calls whose arguments have passed, by what the checks see of them.
     passed: dict[tuple[Any, ...], tuple[Spec, ...]] = field(default_factory=dict)
@@ -127,6 +128,8 @@ def op(
         _library.define(schema)
         arguments = declaration.packet.default._schema.arguments
         declaration.mutates = tuple(argument.name for argument in arguments if argument.is_write)
+        tensors = {a.name for a in arguments if str(a.type) == "Tensor"}
+        declaration.required = tuple(name for name in parameters if name in tensors)
         _register(declaration, declaration.packet.default, name, _functional_fake(declaration))
         if outputs:
             _library.define(_out_schema(schema, outputs))
@@ -182,7 +185,18 @@ def _device(bound: dict[str, Any]) -> torch.device:
     return next(value.device for value in bound.values() if isinstance(value, torch.Tensor))
 
 
+def _check_given(declaration: Declaration, bound: dict[str, Any]) -> None:
+    """The dispatcher lets None through for any tensor."""
+    for name in declaration.required:
+        if bound[name] is None:
+            raise TypeError(
+                f"flint::{declaration.name}: argument '{name}': got None; want a tensor. "
+                "It is not optional."
+            )
+
+
 def _check(declaration: Declaration, bound: dict[str, Any]) -> tuple[Spec, ...]:
+    _check_given(declaration, bound)
     specs = declaration.infer(**bound)
     return specs if isinstance(specs, tuple) else (specs,) if specs is not None else ()
 
@@ -268,8 +282,8 @@ def _returned(results: tuple[torch.Tensor, ...]) -> Any:
 def _functional_fake(declaration: Declaration) -> Body:
     def fake(*args: Any, **kwargs: Any) -> Any:
         bound = declaration.bind(args, kwargs)
-        device = _device(bound)
         specs = _check(declaration, bound)
+        device = _device(bound)
         return _returned(tuple(torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs))
 
     return fake
@@ -313,8 +327,9 @@ def _split_out(
 def _check_out(
     declaration: Declaration, bound: dict[str, Any], outs: tuple[torch.Tensor, ...]
 ) -> None:
+    specs = _check(declaration, bound)
     device = _device(bound)
-    for name, out, spec in zip(declaration.outputs, outs, _check(declaration, bound), strict=True):
+    for name, out, spec in zip(declaration.outputs, outs, specs, strict=True):
         got = (tuple(out.shape), out.dtype, out.device)
         want = (tuple(spec.shape), spec.dtype, device)
         if got != want:

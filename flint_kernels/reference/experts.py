@@ -72,6 +72,15 @@ def _entry_sums(
     return sums
 
 
+def _entry_scales(scale_2: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    """Global scales [E, ...] of each entry's expert; 1 for a skipped one, which has no expert:
+    another's may be NaN, and would make NaN of the zeros."""
+    ids = topk_ids.flatten()
+    scales = scale_2[ids.clamp_min(0)]
+    scales[ids < 0] = 1.0
+    return scales
+
+
 def routed_gate_up(
     x: torch.Tensor, topk_ids: torch.Tensor, expand: Expand, scale_2: torch.Tensor | None, out: int
 ) -> torch.Tensor:
@@ -80,7 +89,7 @@ def routed_gate_up(
     row_of_entry = torch.arange(topk_ids.numel(), device=x.device) // top_k
     gate, up = _entry_sums(x, row_of_entry, topk_ids, expand, out).chunk(2, dim=1)
     if scale_2 is not None:
-        scales = scale_2[topk_ids.flatten().clamp_min(0)]
+        scales = _entry_scales(scale_2, topk_ids)
         gate, up = gate * scales[:, 0:1], up * scales[:, 1:2]
     acts = (gate * sigmoid(gate) * up).to(x.dtype)
     return acts.reshape(x.shape[0], top_k, out // 2)
@@ -99,7 +108,7 @@ def routed_down(
     rows = acts.reshape(entries.shape[0], acts.shape[-1])
     sums = _entry_sums(rows, entries, topk_ids, expand, hidden)
     if scale_2 is not None:
-        sums = sums * scale_2[topk_ids.flatten().clamp_min(0)].unsqueeze(1)
+        sums = sums * _entry_scales(scale_2, topk_ids).unsqueeze(1)
     outputs = sums.to(acts.dtype).to(torch.float32).reshape(*topk_ids.shape, hidden)
     # A skipped entry must not contribute, whatever its weight is: 0 * NaN would be NaN.
     skipped = (topk_ids < 0).unsqueeze(-1)

@@ -28,7 +28,7 @@ def qk_norm_rope_kv_write(
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
-    projected = qkv.reshape(qkv.shape[0], -1, head_dim)
+    projected = qkv.reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     heads = projected.shape[1] - 2 * kv_heads
     # The q and k heads go the same way, each with its weight: together, half the calls.
     qk, v = projected.split([heads + kv_heads, kv_heads], dim=1)

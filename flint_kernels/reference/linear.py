@@ -9,6 +9,7 @@ import torch
 from flint_kernels.formats.repack import dequantize
 from flint_kernels.reference.norm import silu_and_mul
 from flint_kernels.reference.numerics import matmul_rows
+from flint_kernels.shapes import flat_rows
 
 
 def scale_shards(
@@ -30,14 +31,14 @@ def nvfp4_sums(
     shard_sizes: Sequence[int] | None,
 ) -> torch.Tensor:
     """Unrounded projection [..., N] fp32."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = flat_rows(x)
     sums = matmul_rows(rows, dequantize(weight, weight_scale))
     return scale_shards(sums, weight_scale_2, shard_sizes).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def bf16_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Unrounded projection [..., N] fp32."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = flat_rows(x)
     return matmul_rows(rows, weight).reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flint_kernels.reference.numerics import rms_normalise, silu
+from flint_kernels.shapes import flat_rows
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, **_: object) -> torch.Tensor:
@@ -21,7 +22,7 @@ def fused_add_rms_norm(
 
 
 def silu_and_mul(x: torch.Tensor, **_: object) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
+    rows = flat_rows(x).to(torch.float32)
     gate, up = rows.chunk(2, dim=1)
     act = (silu(gate) * up).to(x.dtype)
     return act.reshape(*x.shape[:-1], x.shape[-1] // 2)
