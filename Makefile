@@ -6,6 +6,7 @@
 # make bench   measures the figures of docs/results/cpu, on a machine that does nothing else
 # make gpu-test   as test, the tests that need an NVIDIA GPU
 # make gpu-test-two  the tests that need two of them
+# make fuzz       the file readers and the C++ repack under a fuzzer, EXECUTIONS times each
 # make properties      many examples of the property tests; `make gpu-properties` on a GPU
 # make gpu-bench  measures the kernels for docs/results/$(GPU), on a GPU that does nothing else
 # make clean   removes what was built; `make distclean` the virtual environment too
@@ -15,6 +16,7 @@
 # TORCH=...    what pip installs as torch (-r requirements.txt); TORCH= (empty) keeps what is there
 # PYTEST_ARGS  further arguments of pytest, such as `-k norm`
 # WORKERS=2    processes that share the tests
+# EXECUTIONS=100000  of each target of `make fuzz`, whose C++ one is built by CLANGXX (clang++)
 # GPU=NAME     the folder of docs/results for what is measured on the GPU (h200)
 
 PYTHON ?= python3
@@ -23,6 +25,8 @@ TORCH ?= -r requirements.txt
 PYTEST_ARGS ?=
 WORKERS ?= 2
 GPU ?= h200
+EXECUTIONS ?= 100000
+CLANGXX ?= clang++
 
 # As in pyproject.toml's [build-system]. Without build isolation they must be there beforehand;
 # with it pip would download a second torch to compile against.
@@ -51,7 +55,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
-.PHONY: demo test lint format docs bench properties gpu-test gpu-test-two gpu-properties gpu-bench clean distclean compiler FORCE
+.PHONY: demo test lint format docs bench fuzz properties gpu-test gpu-test-two gpu-properties gpu-bench clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
@@ -63,12 +67,12 @@ lint: $(STAMPS)/dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(CLANG_FORMAT) --dry-run --Werror $(NATIVE_SOURCES)
+	$(CLANG_FORMAT) --dry-run --Werror $(NATIVE_SOURCES) fuzz/repack.cpp
 
 format: $(STAMPS)/dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(CLANG_FORMAT) -i $(NATIVE_SOURCES)
+	$(CLANG_FORMAT) -i $(NATIVE_SOURCES) fuzz/repack.cpp
 
 docs: $(STAMPS)/package
 	$(PY) docs/generate_ops.py
@@ -93,6 +97,14 @@ gpu-test: compiler $(STAMPS)/test
 gpu-test-two: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -m two_gpus python_tests/gpu $(PYTEST_ARGS)
 
+# The Python targets need atheris (Linux), that of C++ a clang++ with libFuzzer.
+fuzz: $(STAMPS)/fuzz
+	CLANGXX=$(CLANGXX) $(ONE_THREAD) $(PY) fuzz/campaign.py --executions $(EXECUTIONS) \
+	  --output build/results/fuzz.json
+	mkdir -p docs/results/cpu
+	cp build/results/fuzz.json docs/results/cpu/
+	$(PY) docs/generate_faults.py
+
 properties: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) python_tests/run_properties.py --output build/results/properties.json
 	mkdir -p docs/results/cpu
@@ -115,7 +127,7 @@ gpu-bench: $(STAMPS)/package
 clean:
 	rm -rf build dist *.egg-info flint_kernels/lib
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f $(STAMPS)/package $(STAMPS)/test $(STAMPS)/dev
+	rm -f $(STAMPS)/package $(STAMPS)/test $(STAMPS)/dev $(STAMPS)/fuzz
 
 distclean: clean
 	$(if $(strip $(VENV)),rm -rf $(VENV))
@@ -128,6 +140,10 @@ $(STAMPS)/package: $(STAMPS)/torch $(PACKAGE_INPUTS)
 
 $(STAMPS)/test: $(STAMPS)/torch $(PACKAGE_INPUTS)
 	$(INSTALL) '.[test]'
+	touch $@
+
+$(STAMPS)/fuzz: $(STAMPS)/torch $(PACKAGE_INPUTS)
+	$(INSTALL) '.[test,fuzz]'
 	touch $@
 
 $(STAMPS)/dev: $(STAMPS)/torch $(PACKAGE_INPUTS)

@@ -448,7 +448,7 @@ class SourceDistribution(sdist):  # type: ignore[misc]
 
     EXTRA = (
         ".ci/*", ".clang-format", "CONTRIBUTING.md", "Makefile", "requirements*.txt",
-        "csrc/**/*", "docs/**/*", "microbench/**/*", "python_tests/**/*",
+        "csrc/**/*", "docs/**/*", "fuzz/**/*", "microbench/**/*", "python_tests/**/*",
     )  # fmt: skip
 
     def make_distribution(self) -> None:

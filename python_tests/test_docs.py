@@ -18,7 +18,7 @@ from flint_kernels.ops import REGISTRY
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-CODE_FOLDERS = (".ci", "csrc", "docs", "flint_kernels", "microbench", "python_tests")
+CODE_FOLDERS = (".ci", "csrc", "docs", "flint_kernels", "fuzz", "microbench", "python_tests")
 CODE_FILES = ("CONTRIBUTING.md", "Makefile", "README.md", "pyproject.toml", "requirements.txt")
 
 

@@ -44,9 +44,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:  # the reader (head, say) has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    # What our checks raise of arguments and files; and a model too large for the GPU. No TypeError:
-    # a value of a wrong type in a file is a ValueError here.
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+    # What our checks raise of arguments and files; and a model too large for the device. No
+    # TypeError: a value of a wrong type in a file is a ValueError here.
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         sys.stderr.write(f"flint-kernels {parsed.command}: error: {error}\n")
         return 2
     return status

@@ -7,7 +7,6 @@ make the module, which is when device memory is taken; fill it tensor by tensor.
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,13 +14,11 @@ from flint_kernels.loading.checkpoint import Checkpoint
 from flint_kernels.loading.gguf import GGUFCheckpoint
 from flint_kernels.loading.progress import progress_bar
 from flint_kernels.loading.safetensors import SafetensorsCheckpoint
-from flint_kernels.loading.source import Files, Source, find, folder_of, read_config
-from flint_kernels.loading.transfer import Transfer
+from flint_kernels.loading.source import Files, Source, find, read_config
+from flint_kernels.loading.transfer import SLICE_BYTES, Transfer
+from flint_kernels.memory import needing, room_for, size
 from flint_kernels.model.config import FlintConfig
 from flint_kernels.model.flint import Flint
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 def load(
@@ -51,6 +48,8 @@ def load(
             expectation, ten tensors at most. All of it is found before device memory is taken,
             but for what shows when a tensor is read: a block scale of 0xFF in a GGUF file, and
             values that are NaN or infinite (a sink may be -inf).
+        MemoryError: the model does not fit on the device; the message says what it needs. Nothing
+            of it is kept.
     """
     files = find(source)
     config = read_config(files) if config is None else config
@@ -74,35 +73,15 @@ def allocate(
     max_positions: int | None,
 ) -> Flint:
     """The one place of the loaders that takes device memory."""
-    return Flint(config, weight_format, device, max_positions)
+    shape = Flint(config, weight_format, "meta", max_positions)
+    needed = sum(t.nbytes for t in (*shape.parameters(), *shape.buffers()))
+    with room_for(needed, "model", device):
+        return Flint(config, weight_format, device, max_positions)
 
 
 def _fill(model: Flint, checkpoint: Checkpoint, progress: bool | None) -> None:
     transfer = Transfer(model)
-    with progress_bar(checkpoint, progress) as advance:
+    need = f"{checkpoint.source}: {size(SLICE_BYTES)} of host memory are needed beside the module"
+    with needing(need), progress_bar(checkpoint, progress) as advance:
         for n_bytes in checkpoint.read(transfer):
             advance(n_bytes)
-
-
-def load_tokenizer(source: Source) -> Tokenizer:
-    """The tokenizer.json beside the weights of `source` (anything that `load` takes).
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no tokenizer.
-    """
-    from tokenizers import Tokenizer
-
-    path = folder_of(source) / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: got no such file, want the tokenizer.json of the model; fetch it from the "
-            "BF16 checkpoint"
-        )
-    try:
-        tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exceptions
-        raise ValueError(
-            f"{path}: got a file that is no tokenizer ({error}); fetch it again"
-        ) from error
-    return tokenizer

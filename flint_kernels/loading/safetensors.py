@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flint_kernels.formats.nvfp4 import check_modelopt_scales
+from flint_kernels.json_files import read_json
 from flint_kernels.loading.check import Entry, Expected, Found, match
 from flint_kernels.loading.names import Kind, checkpoint_tensors, hf_targets
 from flint_kernels.loading.transfer import Transfer, check_global_scale
@@ -180,8 +180,8 @@ def shard_files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX_NAME
     try:
-        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        content = read_json(index)
+    except ValueError as error:
         raise ValueError(
             f"{index}: got text that is no index ({error}); want JSON with a 'weight_map'; "
             "fetch it again"
@@ -198,15 +198,6 @@ def shard_files(folder: Path) -> list[Path]:
         if not file.is_file():
             raise FileNotFoundError(f"{file}: got no such file, but {index} names it; fetch it")
     return list(files)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has {twice!r} twice")
-    return content
 
 
 def _shard_path(folder: Path, index: Path, name: object) -> Path:

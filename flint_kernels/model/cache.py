@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flint_kernels.arguments import integer
+from flint_kernels.memory import room_for
 from flint_kernels.model.batch import DecodeBatch, PrefillBatch
 from flint_kernels.model.buffers import ALIGN, DecodeBuffers
 from flint_kernels.model.config import FlintConfig
@@ -52,6 +53,7 @@ class PagedKVCache:
 
     Raises:
         ValueError: an argument is out of range.
+        MemoryError: K and V do not fit on the device; the message says how much they are.
     """
 
     def __init__(
@@ -96,9 +98,10 @@ class PagedKVCache:
         self._windows = windows
 
         ring = max_requests * self.ring_pages
-        self.layers = tuple(
-            self._layer_cache(config, ring if window else self.pages, dtype) for window in windows
-        )
+        pages = [ring if window else self.pages for window in windows]
+        page_bytes = page_size * config.num_key_value_heads * config.head_dim * dtype.itemsize
+        with room_for(2 * sum(pages) * page_bytes, "cache", self.device):
+            self.layers = tuple(self._layer_cache(config, count, dtype) for count in pages)
         self.block_table = torch.zeros(
             max_requests, self.width, dtype=torch.int32, device=self.device
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from flint_kernels.json_files import read_json
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -220,8 +221,8 @@ class FlintConfig:
         if path.is_dir():
             path = path / "config.json"
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            fields = read_json(path)
+        except ValueError as error:
             raise ValueError(
                 f"config file {path}: got text that is not JSON ({error}); want a config.json as "
                 "it stands beside the checkpoint. Fetch it again."
