@@ -183,6 +183,7 @@ def cpu_flags(tools: Toolchain) -> list[str]:
         f"-I{ROOT / SOURCE_DIR}",
         f"-isystem {tools.torch_dir / 'include'}",
         *([f"-isystem {tools.cuda.include}"] if tools.cuda else []),
+        os.environ.get("CXXFLAGS", ""),  # `make sanitize` instruments the library so
     ]
 
 
@@ -206,6 +207,7 @@ def link_flags(tools: Toolchain) -> list[str]:
     flags = [
         "-shared -pthread -Wl,--no-undefined -Wl,--as-needed -Wl,-z,now",
         f"-L{tools.torch_dir / 'lib'} -ltorch_cpu",
+        os.environ.get("LDFLAGS", ""),
     ]
     if tools.cuda:
         # A runtime of its own, hidden: exported, its functions and those of the runtime that torch

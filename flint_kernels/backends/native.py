@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ DISABLE_VARIABLE = "FLINT_KERNELS_NO_NATIVE"
 """Set to 1 before the first use, this environment variable keeps the library from loading."""
 
 LIBRARY_PATH = Path(__file__).parents[1] / "lib" / "libflint_kernels.so"
+
+_loading = threading.Lock()
 
 _REBUILD = "reinstall the package with `pip install --no-build-isolation` against this torch"
 
@@ -36,7 +39,15 @@ def why_not() -> str | None:
     """A sentence that says why the library is not in use, or None where it is."""
     if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
         return f"The native library is switched off by {DISABLE_VARIABLE}."
-    return load(LIBRARY_PATH)
+    # Of threads that come here together the first one loads; to the others its library would look
+    # like another copy.
+    with _loading:
+        return _load_once(LIBRARY_PATH)
+
+
+@cache
+def _load_once(path: Path) -> str | None:
+    return load(path)
 
 
 @cache
