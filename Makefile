@@ -7,6 +7,9 @@
 # make gpu-test   as test, the tests that need an NVIDIA GPU
 # make gpu-test-two  the tests that need two of them
 # make fuzz       the file readers and the C++ repack under a fuzzer, EXECUTIONS times each
+# make sanitize   the C++ code with AddressSanitizer and UBSan, by the CPU tests that call it;
+#                 `make gpu-sanitize` runs compute-sanitizer over every kernel
+# make planted    faults put into a copy of the tree: each must make a test fail; `make gpu-planted`
 # make properties      many examples of the property tests; `make gpu-properties` on a GPU
 # make gpu-bench  measures the kernels for docs/results/$(GPU), on a GPU that does nothing else
 # make clean   removes what was built; `make distclean` the virtual environment too
@@ -55,7 +58,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
-.PHONY: demo test lint format docs bench fuzz properties gpu-test gpu-test-two gpu-properties gpu-bench clean distclean compiler FORCE
+.PHONY: demo test lint format docs bench fuzz sanitize planted properties gpu-planted gpu-sanitize gpu-test gpu-test-two gpu-properties gpu-bench clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
@@ -77,6 +80,7 @@ format: $(STAMPS)/dev
 docs: $(STAMPS)/package
 	$(PY) docs/generate_ops.py
 	$(PY) docs/generate_architectures.py
+	$(PY) docs/generate_faults.py
 	$(PY) docs/draw_layer.py
 	$(PY) -m microbench.tables
 
@@ -103,6 +107,32 @@ fuzz: $(STAMPS)/fuzz
 	  --output build/results/fuzz.json
 	mkdir -p docs/results/cpu
 	cp build/results/fuzz.json docs/results/cpu/
+	$(PY) docs/generate_faults.py
+
+sanitize: compiler $(STAMPS)/test
+	$(PY) python_tests/run_sanitizers.py --output build/results/sanitizers.json -- -n $(WORKERS)
+	mkdir -p docs/results/cpu
+	cp build/results/sanitizers.json docs/results/cpu/
+	$(PY) docs/generate_faults.py
+
+planted: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) python_tests/planted_faults.py --output build/results/planted_faults.json
+	mkdir -p docs/results/cpu
+	cp build/results/planted_faults.json docs/results/cpu/
+	$(PY) docs/generate_faults.py
+
+gpu-planted: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) python_tests/planted_faults.py --device cuda \
+	  --output build/results/$(GPU)/planted_faults.json
+	mkdir -p docs/results/$(GPU)
+	cp build/results/$(GPU)/planted_faults.json docs/results/$(GPU)/
+	$(PY) docs/generate_faults.py
+
+gpu-sanitize: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) python_tests/gpu/run_compute_sanitizer.py \
+	  --output build/results/$(GPU)/sanitizers.json
+	mkdir -p docs/results/$(GPU)
+	cp build/results/$(GPU)/sanitizers.json docs/results/$(GPU)/
 	$(PY) docs/generate_faults.py
 
 properties: compiler $(STAMPS)/test

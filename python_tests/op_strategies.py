@@ -572,4 +572,7 @@ def _transposed(draw: Any, value: Tensor) -> Tensor:
     return value.transpose(-1, -2).contiguous().transpose(-1, -2) if value.dim() > 1 else value
 
 
-CHANGES = (_other_dtype, _other_shape, _other_values, _other_device, _overlapping, _transposed)
+CHANGES = (
+    _other_values, _other_values, _other_dtype, _other_shape, _other_device, _overlapping,
+    _transposed,
+)  # fmt: skip

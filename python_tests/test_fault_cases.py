@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from planted_faults import PLANTED
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,6 +48,30 @@ def test_every_case_is_a_test_on_each_of_its_devices(case) -> None:
 
 def test_no_test_is_named_after_a_case_that_is_not_there() -> None:
     assert set(generator().tests_of_cases()) == {case.id for case in CASES}
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = generator()
+    assert page.PATH.read_text(encoding="utf-8") == page.document(), "run `make docs`"
+
+
+@pytest.mark.parametrize("fault", PLANTED, ids=lambda f: f"{f.family}, {f.what}")
+def test_a_planted_fault_fits_the_sources(fault) -> None:
+    """The edit finds its place once and changes it, and the test that it names exists."""
+    text = (ROOT / fault.file).read_text(encoding="utf-8")
+    assert text.count(fault.old) == 1
+    assert fault.new != fault.old
+    file, _, test = fault.test.partition("::")
+    source = (ROOT / "python_tests" / file).read_text(encoding="utf-8")
+    assert f"def {test.partition('[')[0]}" in source
+
+
+def test_every_family_of_faults_is_planted() -> None:
+    families = {fault.family for fault in PLANTED}
+    assert families >= {
+        "window edge", "missing PDL wait", "dropped sink", "swapped nibble",
+        "one scale for all shards", "unsigned scale read as signed", "stale counter",
+    }  # fmt: skip
 
 
 def test_what_closes_a_case_is_in_the_sources() -> None:

@@ -1,0 +1,242 @@
+"""Faults that are put into a copy of the tree, and the test that has to go red for each.
+
+    python python_tests/planted_faults.py --output docs/results/cpu/planted_faults.json
+
+A suite that nothing can make red shows nothing. Each fault is a small edit of one file; the copy is
+rebuilt where it is C++. `--device cuda` plants those that need a GPU to show.
+test_fault_cases.py holds every edit to the sources, so that none goes stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from flint_kernels import results
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "build" / "planted"
+COPIED = ("csrc", "docs", "flint_kernels", "fuzz", "microbench", "python_tests")
+FILES = ("Makefile", "README.md", "pyproject.toml", "requirements.txt", "setup.py")
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One fault."""
+
+    family: str
+    what: str
+    file: str
+    old: str
+    """What stands there, once in the file."""
+    new: str
+    test: str
+    """The test that must fail, as pytest names it below python_tests."""
+    device: str = "cpu"
+
+    @property
+    def compiled(self) -> bool:
+        return self.file.startswith("csrc/")
+
+
+_ATTENTION = "flint_kernels/reference/attention.py"
+_A1 = "test_attention_ops.py::test_A1_the_window_counts_the_current_token"
+
+PLANTED = (
+    Planted(
+        "window edge", "decode begins a key late", _ATTENTION,
+        "first = max(0, length - window) if window > 0 else 0",
+        "first = max(0, length - window + 1) if window > 0 else 0",
+        f"{_A1}[plain-88-True-dtype0-decode_one]",
+    ),
+    Planted(
+        "window edge", "the mask of prefill has a key too many", _ATTENTION,
+        "seen & (key > position - window)", "seen & (key >= position - window)",
+        f"{_A1}[plain-87-False-dtype1-prefill_last]",
+    ),
+    Planted(
+        "window edge", "the C++ body begins a key late", "csrc/torch/attention.cpp",
+        "window < keys ? keys - window : 0", "window < keys ? keys - window + 1 : 0",
+        f"{_A1}[installed-88-True-dtype0-decode_one]",
+    ),
+    Planted(
+        "dropped sink", "it is taken and not used", _ATTENTION,
+        "    if sinks is not None:\n        sink =", "    if False:\n        sink =",
+        "test_attention_ops.py::test_A3_sinks[plain-dtype0-decode_one]",
+    ),
+    Planted(
+        "dropped sink", "in the C++ body", "csrc/cpu/attention.cpp",
+        "if (query.sinks != nullptr)", "if (query.sinks != nullptr && keys > 600)",
+        "test_attention_ops.py::test_A3_sinks[installed-dtype0-decode_one]",
+    ),
+    Planted(
+        "swapped nibble", "the decoder takes the high nibble first",
+        "flint_kernels/formats/nvfp4.py",
+        "_SHUFFLE = ((0x00F000F000F000F0, 4), (0x0000FF000000FF00, 8), (0x00000000FFFF0000, 16))",
+        "_SHUFFLE = ((0x00F000F000F000F0, 4), (0x0000FF000000FF00, 8))",
+        "test_nvfp4_format.py::test_G1_worked_example",
+    ),
+    Planted(
+        "swapped nibble", "in the C++ repack's SSE", "csrc/cpu/nvfp4_repack.cpp",
+        "const __m128i second = join(_mm_and_si128(_mm_srli_epi16(codes, 4), nibble));",
+        "const __m128i second = join(_mm_and_si128(_mm_slli_epi16(codes, 4), nibble));",
+        "test_fuzz_targets.py::test_seeds_are_good_inputs[gguf_model]",
+    ),
+    Planted(
+        "one scale for all shards", "that of the first", "flint_kernels/reference/linear.py",
+        "shard * scale_2[i]", "shard * scale_2[0 * i]",
+        "test_linear_ops.py::test_Q2_each_shard_has_its_own_global_scale[plain]",
+    ),
+    Planted(
+        "one scale for all shards", "in the C++ product", "csrc/cpu/matmul.cpp",
+        "scales.values[expert * shards + shard]", "scales.values[expert * shards + 0 * shard]",
+        "test_linear_ops.py::test_Q2_each_shard_has_its_own_global_scale[installed]",
+    ),
+    Planted(
+        "unsigned scale read as signed", "GGUF's 0xB8 becomes -1",
+        "flint_kernels/formats/nvfp4.py",
+        "        scales = scales & 0x7F\n        scale_out", "        scale_out",
+        "test_nvfp4_format.py::test_Q1_scale_bytes_in_gguf_blocks",
+    ),
+    Planted(
+        "unsigned scale read as signed", "in the helper of host and device",
+        "csrc/nvfp4_layout.h", "  return scales & 0x7f7f7f7fu & ~zero;",
+        "  return scales & (0xffffffffu - zero);",
+        "test_device_helpers.py::test_Q1_four_scales_at_once",
+    ),
+    Planted(
+        "stale counter", "growth of a page table is not counted",
+        "flint_kernels/model/cache.py", "        self._growth += 1\n", "",
+        "test_graph_decoder.py::test_tables_follow_growth_and_new_owners_of_a_number",
+    ),
+    Planted(
+        "a rounding too many", "the norm sees the rounded sum", "flint_kernels/reference/norm.py",
+        "normed = rms_normalise(total, weight, eps)",
+        "normed = rms_normalise(total.to(x.dtype).float(), weight, eps)",
+        "test_op_properties.py::test_a_legal_call_is_right[fused_add_rms_norm-cpu-general]",
+    ),
+    Planted(
+        "a rounding left out", "P is not rounded in the C++ body", "csrc/cpu/attention.cpp",
+        "add_scaled(sum.data(), round_to_bf16(p[j]), v_rows[j], dim);",
+        "add_scaled(sum.data(), p[j], v_rows[j], dim);",
+        "test_attention_ops.py::test_decode_against_float64",
+    ),
+    Planted(
+        "padding that is read", "a table's entry past the length is held to the bounds",
+        "flint_kernels/ops/attention.py",
+        "block_table[row, first : (length - 1) // page + 1].tolist()",
+        "block_table[row, first:].tolist()",
+        "test_op_properties.py::test_a_legal_call_is_right[attention_decode-cpu-general]",
+    ),
+    Planted(
+        "a check left out", "slots beyond the cache are written", "flint_kernels/ops/kv_write.py",
+        "if low < -1 or high >= total:", "if low < -1:",
+        "test_kv_write_ops.py::test_R4_a_slot_outside_the_cache",
+    ),
+    Planted(
+        "a number that a file claims", "is not held against the file's size",
+        "flint_kernels/formats/gguf.py", "        if n_bytes > self._size:", "        if False:",
+        "test_gguf_container.py",
+    ),
+    Planted(
+        "two threads, one library", "the second takes the first one's ops for another copy's",
+        "flint_kernels/backends/native.py", "    with _loading:\n        return _load_once",
+        "    if True:\n        return load",
+        "test_concurrency.py::test_threads_whose_first_calls_come_together_load_one_library",
+    ),
+    Planted(
+        "missing PDL wait", "the norm does not wait for the kernel in front",
+        "csrc/cuda/norm.cu",
+        "  wait_for_previous_kernel();\n\n  Packed<kAdd> part[kVectors];",
+        "  Packed<kAdd> part[kVectors];",
+        "gpu/test_rows_gpu.py::test_C6_a_pdl_chain_behind_a_slow_producer_is_stable", "cuda",
+    ),
+    Planted(
+        "missing PDL wait", "step 6 reads its rows before they are there",
+        "csrc/cuda/moe_gate_up.cu",
+        "  wait_for_previous_kernel();\n  // At once, for the experts'",
+        "  // At once, for the experts'",
+        "gpu/test_low_latency_graphs_gpu.py::test_C6_a_pdl_chain_behind_a_slow_producer", "cuda",
+    ),
+    Planted(
+        "stale counter", "a graph keeps the table of its capture",
+        "flint_kernels/model/cache.py", "        self._growth += 1\n", "",
+        "gpu/test_graph_decoder_gpu.py::test_grows_across_pages_and_beyond_the_window", "cuda",
+    ),
+)  # fmt: skip
+
+
+def copy_tree() -> None:
+    """The tree as it is, with the library that it has; built where it has none."""
+    shutil.rmtree(WORK, ignore_errors=True)
+    for folder in COPIED:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, WORK / folder, ignore=ignored)
+    for name in FILES:
+        shutil.copy(ROOT / name, WORK / name)
+
+
+def rebuild(device: str) -> None:
+    """Only what has changed is compiled."""
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    environment = dict(os.environ)
+    if device == "cpu":
+        environment["FLINT_KERNELS_CUDA_ARCHS"] = "none"
+    subprocess.run(command, cwd=WORK, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def pytest_status(tests: list[str], device: str) -> int:
+    """pytest's exit status: 0 where all pass, 1 where some fail."""
+    mark = "gpu" if device == "cuda" else "not gpu and not two_gpus"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", mark]
+    environment = {**os.environ, "PYTHONPATH": str(WORK)}
+    paths = [f"python_tests/{test}" for test in tests]
+    with (WORK / "log").open("ab") as log:
+        return subprocess.run(
+            [*command, *paths], cwd=WORK, env=environment, stdout=log, stderr=log, check=False
+        ).returncode
+
+
+def is_caught(fault: Planted) -> bool:
+    """Whether the fault's test fails with it; the copy is afterwards as it was."""
+    path = WORK / fault.file
+    sound = path.read_text(encoding="utf-8")
+    path.write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
+    try:
+        if fault.compiled:
+            rebuild(fault.device)
+        return pytest_status([fault.test], fault.device) == 1
+    finally:
+        path.write_text(sound, encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--output", required=True, help="the JSON file to be written")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options = parser.parse_args(argv)
+    faults = [fault for fault in PLANTED if fault.device == options.device]
+    copy_tree()
+    rebuild(options.device)
+    if pytest_status([fault.test for fault in faults], options.device) != 0:
+        sys.stdout.write(f"without a fault the tests are not green: see {WORK / 'log'}\n")
+        return 2
+    rows, missed = [], 0
+    for fault in faults:
+        caught = is_caught(fault)
+        missed += not caught
+        case = f"{fault.family}: {fault.what}"
+        rows.append(results.row("planted", case, "caught", [float(caught)], test=fault.test))
+        sys.stdout.write(f"{'caught' if caught else 'MISSED'}  {case}\n")
+        sys.stdout.flush()
+    results.write(options.output, rows, results.describe(options.device))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
