@@ -79,6 +79,8 @@ def run(arguments: list[str]) -> tuple[int, int, str]:
         "PYTHONPATH": str(WORK),
         "OMP_NUM_THREADS": "2",
     }
+    in_use = "from flint_kernels.backends import native; assert native.is_available()"
+    subprocess.run([sys.executable, "-c", in_use], cwd=WORK, env=environment, check=True)
     files = [f"python_tests/{test}.py" for test in TESTS]
     options = ["-q", "-p", "no:cacheprovider", "-k", LEFT_OUT, *arguments]
     with log.open("wb") as output:
