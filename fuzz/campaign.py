@@ -31,7 +31,7 @@ def python_command(target: str) -> list[str]:
 
 
 def repack_command() -> list[str]:
-    binary = WORK / "repack"
+    binary = WORK / "repack-fuzzer"
     compiler = os.environ.get("CLANGXX", "clang++")
     subprocess.run([compiler, *FLAGS, *SOURCES, "-o", str(binary)], cwd=ROOT, check=True)
     return [str(binary), "-max_len=4096"]
