@@ -191,7 +191,7 @@ def rebuild(device: str) -> None:
 
 
 def pytest_status(tests: list[str], device: str) -> int:
-    """pytest's exit status: 0 where all pass, 1 where some fail."""
+    """pytest's exit status: 0 where all pass, 1 where some fail, negative after a signal."""
     mark = "gpu" if device == "cuda" else "not gpu and not two_gpus"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", mark]
     environment = {**os.environ, "PYTHONPATH": str(WORK)}
@@ -203,14 +203,16 @@ def pytest_status(tests: list[str], device: str) -> int:
 
 
 def is_caught(fault: Planted) -> bool:
-    """Whether the fault's test fails with it; the copy is afterwards as it was."""
+    """Whether the fault's test fails with it, or ends with the process, as a write beyond a buffer
+    may do even after the test has failed. The copy is afterwards as it was."""
     path = WORK / fault.file
     sound = path.read_text(encoding="utf-8")
     path.write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
     try:
         if fault.compiled:
             rebuild(fault.device)
-        return pytest_status([fault.test], fault.device) == 1
+        status = pytest_status([fault.test], fault.device)
+        return status == 1 or status < 0
     finally:
         path.write_text(sound, encoding="utf-8")
 
