@@ -19,6 +19,7 @@
 # TORCH=...    what pip installs as torch (-r requirements.txt); TORCH= (empty) keeps what is there
 # PYTEST_ARGS  further arguments of pytest, such as `-k norm`
 # WORKERS=2    processes that share the tests
+# EXAMPLES=2000  of each property test in `make properties`
 # EXECUTIONS=100000  of each target of `make fuzz`, whose C++ one is built by CLANGXX (clang++)
 # GPU=NAME     the folder of docs/results for what is measured on the GPU (h200)
 
@@ -29,6 +30,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 GPU ?= h200
 EXECUTIONS ?= 100000
+EXAMPLES ?= 2000
 CLANGXX ?= clang++
 
 # As in pyproject.toml's [build-system]. Without build isolation they must be there beforehand;
@@ -136,13 +138,14 @@ gpu-sanitize: compiler $(STAMPS)/test
 	$(PY) docs/generate_faults.py
 
 properties: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) python_tests/run_properties.py --output build/results/properties.json
+	$(ONE_THREAD) $(PY) python_tests/run_properties.py --examples $(EXAMPLES) \
+	  --output build/results/properties.json
 	mkdir -p docs/results/cpu
 	cp build/results/properties.json docs/results/cpu/
 	$(PY) docs/generate_faults.py
 
 gpu-properties: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) python_tests/run_properties.py --device cuda \
+	$(ONE_THREAD) $(PY) python_tests/run_properties.py --device cuda --examples $(EXAMPLES) \
 	  --output build/results/$(GPU)/properties.json -- -m gpu
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/properties.json docs/results/$(GPU)/

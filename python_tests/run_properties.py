@@ -12,21 +12,37 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from flint_kernels import results
 
 FOLDER = Path(__file__).parent
 
 
+class Examples:
+    """A plugin of pytest: the profile of the campaign with this many examples of each test."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    @pytest.hookimpl(trylast=True)  # after Hypothesis has loaded the profile that it was told
+    def pytest_configure(self, config: pytest.Config) -> None:
+        name = "counted"
+        campaign = settings.get_profile("campaign")
+        settings.register_profile(name, campaign, max_examples=self.count)
+        settings.load_profile(name)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--output", required=True, help="the JSON file to be written")
+    parser.add_argument("--examples", type=int, default=2000, help="of each test")
     parser.add_argument("--device", default="cpu", help="what the rows call the machine by")
     parser.add_argument("rest", nargs="*", help="arguments of pytest")
     options = parser.parse_args(argv)
     test = FOLDER / "test_op_properties.py"
     more = ["-q", "--hypothesis-profile=campaign", str(test), *options.rest]
-    status = pytest.main(more)
+    status = pytest.main(more, plugins=[Examples(options.examples)])
     # pytest has imported the module under its plain name.
     counted = sys.modules[test.stem].EXAMPLES
     rows = [
