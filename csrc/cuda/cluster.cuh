@@ -5,8 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/async_copy.cuh"
-#include "cuda/bulk_copy.cuh"
+#include "cuda/barrier.cuh"
 
 namespace flint::cuda {
 

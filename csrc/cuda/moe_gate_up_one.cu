@@ -1,6 +1,5 @@
 // Gate and up of one token: a CTA has one tile. The shared expert's weights are fetched ahead of
 // the wait; a routed one's when its id has come, and the activations, which would wait behind them.
-
 #include "cuda/experts.h"
 #include "cuda/launch.cuh"
 #include "cuda/moe_act.cuh"

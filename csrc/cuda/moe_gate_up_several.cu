@@ -1,8 +1,6 @@
-// Gate and up of two to eight tokens: a warp has a tile for itself, eight gate rows of an expert
-// and the eight up rows that go with them, so that a lane ends up with gate and up of its tokens;
-// tiles are a grid apart. Few instructions beside the arithmetic is what decides: a tile's
-// addresses are found once, and nothing is exchanged between warps.
-
+// Gate and up of two to eight tokens: a warp has a tile for itself, so that a lane ends up with
+// gate and up of its tokens and nothing is exchanged between warps; a tile's addresses are found
+// once.
 #include "cuda/expert_groups.cuh"
 #include "cuda/gate_up_tiles.cuh"
 #include "cuda/launch.cuh"
@@ -12,9 +10,8 @@
 namespace flint::cuda {
 namespace {
 
-// 16 warps an SM: 13, of which Flint's at most 3,200 tiles are two each, leave one of its four
-// schedulers with one more than the others. Measured on an H200 with eight tokens, 24.7 and 25.2
-// us.
+// 16 warps an SM: with 13, of which each has two of Flint's tiles at most, one of its schedulers
+// has one more than the others. Measured on an H200 with eight tokens, 24.7 and 25.2 us.
 constexpr int kThreads = 512, kChunks = 4, kStages = 2;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kStagedChunks = 2;  // of activations, at once

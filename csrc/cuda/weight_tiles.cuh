@@ -122,7 +122,15 @@ struct Nvfp4 {
 
     __device__ __forceinline__ void fetch(uint32_t stage, int first_chunk) const {
       const int lane = static_cast<int>(threadIdx.x) % kWarp;
-      if constexpr (kWhole) return fetch_whole(stage, first_chunk, lane);
+      if constexpr (kWhole) {
+        fetch_whole(stage, first_chunk, lane);
+      } else {
+        fetch_part(stage, first_chunk, lane);
+      }
+    }
+
+   private:
+    __device__ __forceinline__ void fetch_part(uint32_t stage, int first_chunk, int lane) const {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int element = (first_chunk + i) * kChunk;
@@ -147,7 +155,6 @@ struct Nvfp4 {
       }
     }
 
-   private:
     __device__ __forceinline__ void fetch_whole(uint32_t stage, int first_chunk, int lane) const {
       static_assert(!kWhole || kCopyBytes == 16);
       constexpr int kChunkBytes = kChunk / 2;  // of a row's codes
