@@ -4,6 +4,7 @@
 # make format  rewrites the sources as `make lint` wants them
 # make docs    regenerates what is generated in the documents
 # make bench   measures the figures of docs/results/cpu, on a machine that does nothing else
+# make slow-test  as test, the tests that take minutes: a C++ program, the wheel in clean places
 # make gpu-test   as test, the tests that need an NVIDIA GPU
 # make gpu-bench  measures the kernels for docs/results/$(GPU), on a GPU that does nothing else
 # make clean   removes what was built; `make distclean` the virtual environment too
@@ -49,7 +50,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
-.PHONY: demo test lint format docs bench gpu-test gpu-bench clean distclean compiler FORCE
+.PHONY: demo test slow-test lint format docs bench gpu-test gpu-bench clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
@@ -61,12 +62,12 @@ lint: $(STAMPS)/dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(CLANG_FORMAT) --dry-run --Werror $(NATIVE_SOURCES)
+	$(CLANG_FORMAT) --dry-run --Werror $(NATIVE_SOURCES) docs/examples/*.cpp
 
 format: $(STAMPS)/dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(CLANG_FORMAT) -i $(NATIVE_SOURCES)
+	$(CLANG_FORMAT) -i $(NATIVE_SOURCES) docs/examples/*.cpp
 
 docs: $(STAMPS)/package
 	$(PY) docs/generate_ops.py
@@ -84,6 +85,9 @@ bench: $(STAMPS)/package
 	mkdir -p docs/results/cpu
 	cp build/results/*.json docs/results/cpu/
 	$(PY) -m microbench.tables
+
+slow-test: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 gpu-test: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
