@@ -1,5 +1,6 @@
 # make demo    installs into .venv and generates text with the packaged checkpoint
 # make test    installs with the test extras and runs the tests
+# make wheel   builds a wheel for every Python and torch into dist/; with nvcc, for GPUs too
 # make lint    installs with the development tools and runs all static checks
 # make format  rewrites the sources as `make lint` wants them
 # make docs    regenerates what is generated in the documents
@@ -50,13 +51,20 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
-.PHONY: demo test slow-test lint format docs bench gpu-test gpu-bench clean distclean compiler FORCE
+.PHONY: demo test slow-test wheel lint format docs bench gpu-test gpu-bench clean distclean \
+  compiler FORCE
 
 demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
 
 test: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+# A file that an earlier version of the package left in build/lib* would be packed too.
+wheel: compiler $(STAMPS)/torch
+	rm -rf build/lib* build/bdist* dist/flint_kernels-*.whl
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(PY) -m microbench.wheel dist/flint_kernels-*.whl --output build/results/wheel.json
 
 lint: $(STAMPS)/dev
 	$(PY) -m ruff check .
