@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-COMMANDS = ("generate", "validate", "info")
+COMMANDS = ("generate", "validate", "convert", "info")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -79,7 +79,7 @@ def allocate(
 
 def _fill(model: Flint, checkpoint: Checkpoint, progress: bool | None) -> None:
     transfer = Transfer(model)
-    with progress_bar(checkpoint, progress) as advance:
+    with progress_bar(checkpoint.source.name, checkpoint.n_bytes, progress) as advance:
         for n_bytes in checkpoint.read(transfer):
             advance(n_bytes)
 
