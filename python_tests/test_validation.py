@@ -298,6 +298,9 @@ def test_validate_command(
     content = json.loads(output.read_text())
     assert {row["case"] for row in content["rows"]} == {"model prefill", "model decode"}
     assert content["meta"]["text"] == "text.txt" and content["meta"]["gpu"] == ""
+    arguments.json = True
+    assert arguments.run(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == content["rows"]
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
