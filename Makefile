@@ -5,7 +5,8 @@
 # make format  rewrites the sources as `make lint` wants them
 # make docs    regenerates what is generated in the documents
 # make bench   measures the figures of docs/results/cpu, on a machine that does nothing else
-# make slow-test  as test, the tests that take minutes: a C++ program, the wheel in clean places
+# make slow-test  as test, the tests that take a minute or more: a layer in a C++ program
+# make vllm-test VENV=DIR  installs vLLM and the package into DIR, and runs the plug-in's tests
 # make gpu-test   as test, the tests that need an NVIDIA GPU
 # make gpu-bench  measures the kernels for docs/results/$(GPU), on a GPU that does nothing else
 # make clean   removes what was built; `make distclean` the virtual environment too
@@ -51,7 +52,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
-.PHONY: demo test slow-test wheel lint format docs bench gpu-test gpu-bench clean distclean \
+.PHONY: demo test slow-test vllm-test wheel lint format docs bench gpu-test gpu-bench clean distclean \
   compiler FORCE
 
 demo: $(STAMPS)/package
@@ -97,6 +98,9 @@ bench: $(STAMPS)/package
 slow-test: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -m slow $(PYTEST_ARGS)
 
+vllm-test: $(STAMPS)/vllm
+	$(ONE_THREAD) $(PY) -m pytest -m vllm python_tests/test_vllm.py $(PYTEST_ARGS)
+
 gpu-test: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
 
@@ -109,7 +113,7 @@ gpu-bench: $(STAMPS)/package
 clean:
 	rm -rf build dist *.egg-info flint_kernels/lib
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f $(STAMPS)/package $(STAMPS)/test $(STAMPS)/dev
+	rm -f $(STAMPS)/package $(STAMPS)/test $(STAMPS)/dev $(STAMPS)/vllm
 
 distclean: clean
 	$(if $(strip $(VENV)),rm -rf $(VENV))
@@ -122,6 +126,12 @@ $(STAMPS)/package: $(STAMPS)/torch $(PACKAGE_INPUTS)
 
 $(STAMPS)/test: $(STAMPS)/torch $(PACKAGE_INPUTS)
 	$(INSTALL) '.[test]'
+	touch $@
+
+# vLLM brings the torch that it wants.
+$(STAMPS)/vllm: $(STAMPS)/environment $(PACKAGE_INPUTS)
+	$(PIP) install --quiet $(BUILD_REQUIREMENTS) 'vllm==0.33.*' pytest 'gguf>=0.19'
+	$(INSTALL) --no-deps .
 	touch $@
 
 $(STAMPS)/dev: $(STAMPS)/torch $(PACKAGE_INPUTS)

@@ -40,8 +40,10 @@ def test_gguf_to_modelopt_and_back_loses_nothing(
         assert load_tokenizer(tmp_path / name).to_str() == load_tokenizer("flint-tiny").to_str()
     source = packaged_folder("flint-tiny")
     assert source is not None
-    text = (source / "generation_config.json").read_text("utf-8")
-    assert (tmp_path / "gguf" / "generation_config.json").read_text("utf-8") == text
+    for name in ("generation_config.json", "config.json"):
+        want_fields = json.loads((source / name).read_text("utf-8"))
+        assert json.loads((tmp_path / "gguf" / name).read_text("utf-8")) == want_fields
+    assert want_fields["model_type"] == "flint"  # by which other libraries know it
 
 
 def test_rounding_has_to_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +123,17 @@ def test_what_has_no_gguf_form_is_refused(
         assert convert(tmp_path / name, tmp_path / "out", "--to", "gguf") == 2
         assert message in capsys.readouterr().err
         assert not list((tmp_path / "out").glob("*"))
+
+
+def test_how_the_weights_were_packed_is_not_said_of_the_new_ones(tmp_path: Path) -> None:
+    save_modelopt(synthetic(tiny_config(), seed=1), tmp_path / "in")
+    path = tmp_path / "in" / "config.json"
+    fields = json.loads(path.read_text("utf-8"))
+    added = {"model_type": "flint", "quantization_config": {"quant_method": "modelopt"}}
+    path.write_text(json.dumps(fields | added))
+    assert convert(tmp_path / "in", tmp_path / "out", "--to", "gguf") == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
+    assert written == fields | {"model_type": "flint"}
 
 
 def test_a_folder_with_something_in_it_is_refused(

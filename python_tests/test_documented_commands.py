@@ -39,6 +39,7 @@ ELSEWHERE = {
     "PYTHONPATH=": ("python_tests/test_compile.py", "build_load_layer.sh"),
     "docs/examples/build_load_layer.sh": ("python_tests/test_compile.py", "build_load_layer.sh"),
     "pip install dist/flint_kernels-*.whl": ("python_tests/test_wheel.py", '"pip", "install", '),
+    "pip install 'vllm==0.33.*'": ("Makefile", "'vllm==0.33.*'"),  # `make vllm-test`
     "python docs/examples/": ("python_tests/test_compile.py", 'run_example("export_layer.py"'),
     "python docs/generate_ops.py": ("python_tests/test_docs.py", '"generate_ops.py"'),
     "python docs/generate_architectures.py": (

@@ -74,10 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
         save(model)
     except ImportError as error:  # the gguf package, which reading does not need
         raise ValueError(str(error)) from error
-    beside = [folder_of(arguments.checkpoint) / name for name in BESIDE]
-    copied = [file.name for file in beside if file.is_file()]
-    for name in copied:
-        shutil.copyfile(folder_of(arguments.checkpoint) / name, folder / name)
+    beside = folder_of(arguments.checkpoint)
+    for name in BESIDE:
+        if (beside / name).is_file():
+            shutil.copyfile(beside / name, folder / name)
+    write_config(beside / "config.json", folder / "config.json")
     report = {
         "checkpoint": arguments.checkpoint,
         "source_weights": source,
@@ -112,6 +113,14 @@ def check_rounding(source: str, to: str, asked: bool) -> None:
             f"--to {to}: got a checkpoint of {source} weights; {loss}. Want --round, if that is "
             "meant."
         )
+
+
+def write_config(source: Path, target: Path) -> None:
+    """The source's config.json, with all that other libraries read in it; but for how its weights
+    were packed, which is no longer so."""
+    fields = json.loads(source.read_text(encoding="utf-8"))
+    fields.pop("quantization_config", None)
+    target.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def _converted(model: Flint) -> Flint:

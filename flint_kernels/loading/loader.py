@@ -60,6 +60,20 @@ def load(
     return model
 
 
+def load_into(model: Flint, source: Source, *, progress: bool | None = None) -> None:
+    """Fills a model that was made for this checkpoint: its config and its weight format.
+
+    Args and errors as in `load`; and ValueError where the checkpoint has the other weight format.
+    """
+    with closing(open_checkpoint(find(source), model.config)) as checkpoint:
+        if checkpoint.weight_format != model.weight_format:
+            raise ValueError(
+                f"source: got {source}, which has {checkpoint.weight_format} weights; want "
+                f"{model.weight_format}, the model's"
+            )
+        _fill(model, checkpoint, progress)
+
+
 def open_checkpoint(files: Files, config: FlintConfig) -> Checkpoint:
     """The files, checked against the config; no weight is read yet."""
     if files.is_gguf:
