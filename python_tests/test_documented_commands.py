@@ -65,7 +65,7 @@ def commands() -> list[str]:
         prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
         spans = re.findall(r"`([^`]+)`", prose)
         for line in lines + spans:
-            command = " ".join(line.split("  #")[0].split())
+            command = " ".join(line.split(" #")[0].split())
             if PROGRAMS.match(command):
                 found[command] = None
     return list(found)

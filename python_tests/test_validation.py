@@ -16,6 +16,7 @@ from loading_support import tiny_config
 from tokenizers import Tokenizer, models, trainers
 
 from flint_kernels import cli, results
+from flint_kernels.backends import cuda
 from flint_kernels.cli import info
 from flint_kernels.cli import validate as command
 from flint_kernels.loading import synthetic
@@ -355,6 +356,19 @@ def test_info_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert arguments.run(arguments) == 0
     text = capsys.readouterr().out
     assert all(re.search(rf"^  {name} +.*CPU", text, re.MULTILINE) for name in REGISTRY)
+
+
+def test_info_says_whether_a_gpu_s_kernels_are_in_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(cuda, "why_not", lambda device: ["It has none.", None][device.index])
+    arguments = parsed(info)
+    assert arguments.run(arguments) == 0
+    text = capsys.readouterr().out
+    assert "  GPU 0: It has none.\n  GPU 1: its kernels are in use\n" in text
 
 
 def test_results_describe_the_run() -> None:
