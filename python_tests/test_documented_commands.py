@@ -6,9 +6,9 @@ takes for one. A command that no rule knows fails the test, and so does a rule t
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -159,6 +159,6 @@ def test_the_options_of_long_work_exist(capsys: pytest.CaptureFixture[str]) -> N
         words = shlex.split(command)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(sys, "argv", [words[2], "--help"])
-            runpy.run_module(words[2], run_name="__main__")
+            importlib.import_module(words[2]).main()
         usage = capsys.readouterr().out
         assert all(word in usage for word in words if word.startswith("--")), command
