@@ -1,9 +1,12 @@
 # make demo    installs into .venv and generates text with the packaged checkpoint
 # make test    installs with the test extras and runs the tests
+# make wheel   builds a wheel for every Python and torch into dist/; with nvcc, for GPUs too
 # make lint    installs with the development tools and runs all static checks
 # make format  rewrites the sources as `make lint` wants them
 # make docs    regenerates what is generated in the documents
 # make bench   measures the figures of docs/results/cpu, on a machine that does nothing else
+# make slow-test  as test, the tests that take a minute or more: a layer in a C++ program
+# make vllm-test VENV=DIR  installs vLLM and the package into DIR, and runs the plug-in's tests
 # make gpu-test   as test, the tests that need an NVIDIA GPU
 # make gpu-test-two  the tests that need two of them
 # make fuzz       the file readers and the C++ repack under a fuzzer, EXECUTIONS times each
@@ -60,7 +63,8 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
-.PHONY: demo test lint format docs bench fuzz sanitize planted properties gpu-planted gpu-sanitize gpu-test gpu-test-two gpu-properties gpu-bench clean distclean compiler FORCE
+.PHONY: demo test slow-test vllm-test wheel lint format docs bench fuzz sanitize planted properties \
+  gpu-test gpu-test-two gpu-planted gpu-sanitize gpu-properties gpu-bench clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
@@ -68,16 +72,22 @@ demo: $(STAMPS)/package
 test: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
+# A file that an earlier version of the package left in build/lib* would be packed too.
+wheel: compiler $(STAMPS)/torch
+	rm -rf build/lib* build/bdist* dist/flint_kernels-*.whl
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(PY) -m microbench.wheel dist/flint_kernels-*.whl --output build/results/wheel.json
+
 lint: $(STAMPS)/dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(CLANG_FORMAT) --dry-run --Werror $(NATIVE_SOURCES) fuzz/repack.cpp
+	$(CLANG_FORMAT) --dry-run --Werror $(NATIVE_SOURCES) docs/examples/*.cpp fuzz/repack.cpp
 
 format: $(STAMPS)/dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(CLANG_FORMAT) -i $(NATIVE_SOURCES) fuzz/repack.cpp
+	$(CLANG_FORMAT) -i $(NATIVE_SOURCES) docs/examples/*.cpp fuzz/repack.cpp
 
 docs: $(STAMPS)/package
 	$(PY) docs/generate_ops.py
@@ -96,6 +106,12 @@ bench: $(STAMPS)/package
 	mkdir -p docs/results/cpu
 	cp build/results/*.json docs/results/cpu/
 	$(PY) -m microbench.tables
+
+slow-test: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+vllm-test: $(STAMPS)/vllm
+	$(ONE_THREAD) $(PY) -m pytest -m vllm python_tests/test_vllm.py $(PYTEST_ARGS)
 
 gpu-test: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
@@ -160,7 +176,7 @@ gpu-bench: $(STAMPS)/package
 clean:
 	rm -rf build dist *.egg-info flint_kernels/lib
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f $(STAMPS)/package $(STAMPS)/test $(STAMPS)/dev $(STAMPS)/fuzz
+	rm -f $(STAMPS)/package $(STAMPS)/test $(STAMPS)/dev $(STAMPS)/fuzz $(STAMPS)/vllm
 
 distclean: clean
 	$(if $(strip $(VENV)),rm -rf $(VENV))
@@ -177,6 +193,12 @@ $(STAMPS)/test: $(STAMPS)/torch $(PACKAGE_INPUTS)
 
 $(STAMPS)/fuzz: $(STAMPS)/torch $(PACKAGE_INPUTS)
 	$(INSTALL) '.[test,fuzz]'
+	touch $@
+
+# vLLM brings the torch that it wants.
+$(STAMPS)/vllm: $(STAMPS)/environment $(PACKAGE_INPUTS)
+	$(PIP) install --quiet $(BUILD_REQUIREMENTS) 'vllm==0.33.*' pytest 'gguf>=0.19'
+	$(INSTALL) --no-deps .
 	touch $@
 
 $(STAMPS)/dev: $(STAMPS)/torch $(PACKAGE_INPUTS)

@@ -296,6 +296,18 @@ def thinned(points: list[Row], count: int) -> list[Row]:
     return [points[step] for step in steps]
 
 
+def wheel() -> str:
+    """How large the wheel is, and what takes the room."""
+    meta, rows = read("cpu", "wheel")
+    if not rows:
+        return NOT_MEASURED
+    lines = [[row["case"], f"{row['median']:.1f}"] for row in rows]
+    built = f"Built {meta['date']} with {meta['compiler']}"
+    if meta["cuda_compiler"]:
+        built += f" and nvcc, {meta['cuda_compiler']}"
+    return markdown(["", "MB"], lines) + f"\n\n{built}; commit {meta['commit'][:12]}."
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu,
     **{f"decode-kernels-{name}": partial(decode_kernels, name) for name in CHECKPOINTS},
@@ -306,6 +318,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "validate": partial(validate, "cpu"),
     "validate-gpu": partial(validate, GPU),
+    "wheel": wheel,
 }
 
 

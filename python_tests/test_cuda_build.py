@@ -5,6 +5,7 @@ No GPU is needed. Where the library was built without nvcc it says so, and has n
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import shutil
 import struct
@@ -13,7 +14,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from flint_kernels.backends import native
+import pytest
+import torch
+
+from flint_kernels.backends import cuda, native
 
 # sm_103a and sm_120a are built as well, and their spills are reported but do not fail.
 NO_SPILLS_ON = ("sm_90a", "sm_100a")
@@ -166,3 +170,32 @@ def test_this_gpu_or_why_not() -> None:
     assert "has no kernels for this GPU" in reason and "the GPU needs sm_86" in reason
     # Code with an "a" runs on that very architecture alone.
     assert "the GPU needs sm_121" in str(native.cuda_why_not((12, 1)))
+
+
+def test_a_driver_that_is_too_old_for_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = {"cuda_architectures": ["sm_90a"], "cuda_compiler": "release 13.0, V13.0.88"}
+    monkeypatch.setattr(native, "build_info", lambda: built)
+    why_not = native.cuda_why_not.__wrapped__
+    for driver in (None, (13, 0), (14, 1)):
+        assert why_not((9, 0), driver) is None
+    reason = str(why_not((9, 0), (12, 8)))
+    assert "need a driver for CUDA 13, and this one is for CUDA 12.8. Update the driver" in reason
+    assert "has no kernels for this GPU" in str(why_not((8, 6), (12, 8)))
+
+
+def test_the_driver_s_version_is_read_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert native.driver_cuda.__wrapped__() is None or torch.cuda.is_available()
+    source = tmp_path / "driver.cpp"
+    source.write_text('extern "C" int cuDriverGetVersion(int* v) { *v = 12080; return 0; }')
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    real = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: real(str(tmp_path / name)))
+    assert native.driver_cuda.__wrapped__() == (12, 8)
+
+
+def test_a_torch_for_other_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "for NVIDIA GPUs, and this torch is for others" in str(cuda._why_not.__wrapped__(0))

@@ -29,7 +29,8 @@ def name_of(path: Path) -> str:
 def fences(path: Path, language: str) -> list[str]:
     """The contents of the fenced blocks of one language ("" for those without)."""
     text = path.read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for kind, block in blocks if kind == language]
 
 
 def tree() -> Iterator[tuple[Path, str]]:

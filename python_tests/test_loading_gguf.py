@@ -30,6 +30,7 @@ from loading_support import (
 from flint_kernels.formats import nvfp4
 from flint_kernels.loading import load, synthetic, transfer
 from flint_kernels.loading.export import save_bf16, save_gguf, write_config
+from flint_kernels.loading.loader import load_into
 from flint_kernels.loading.names import checkpoint_tensors, gguf_to_hf
 from flint_kernels.model.config import FlintConfig
 from flint_kernels.model.flint import Flint
@@ -73,6 +74,16 @@ def refused(
 def test_what_was_saved_is_loaded_to_the_bit(model: Flint, good: Path) -> None:
     assert_same_parameters(load(good), model)
     assert_same_parameters(load(good.parent), model)
+
+
+def test_a_model_that_is_there_already_is_filled(model: Flint, good: Path) -> None:
+    other = Flint(model.config, "nvfp4")
+    pointers = [parameter.data_ptr() for parameter in other.parameters()]
+    load_into(other, good)
+    assert_same_parameters(other, model)
+    assert [parameter.data_ptr() for parameter in other.parameters()] == pointers
+    with pytest.raises(ValueError, match="which has nvfp4 weights; want bf16, the model's"):
+        load_into(Flint(model.config, "bf16"), good)
 
 
 def test_names_are_those_of_the_specification() -> None:

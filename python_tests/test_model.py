@@ -1,4 +1,4 @@
-"""The Flint module: its tensors, its arithmetic as a whole, and what compiling makes of it."""
+"""The Flint module: its tensors, and its arithmetic as a whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flint_kernels.flint_tiny.model import TinyForward, parameter_shapes, tiny_config
-from flint_kernels.model import Flint, FlintConfig, PagedKVCache, cos_sin_table
+from flint_kernels.model import Flint, FlintConfig, cos_sin_table
 
 FORMATS = ["nvfp4", "bf16"]
 
@@ -370,85 +370,6 @@ def test_global_scales_are_each_shard_s_own() -> None:
         linear.weight_scale_2.copy_(scale)
     assert torch.equal(after[:, :192], before[:, :192])
     assert torch.equal(after[:, 192:], before[:, 192:] * 2) and before[:, 192:].any()
-
-
-# torch.compile.
-
-_PAGES = 37  # of the full layer's pool; the window layer's ring has 2 x 3
-
-
-def _two_layers() -> Flint:
-    fields = tiny.CONFIG.to_dict() | {
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "no_rope_layer_indices": [1],
-    }
-    return tiny.synthetic(FlintConfig.from_dict(fields), seed=2)
-
-
-def _run(step, model: Flint, cache: PagedKVCache) -> list[Tensor]:
-    """Two prefills (one mixed) and two decode steps through `step`; all logits."""
-    a, b = cache.add(), cache.add()
-    tokens = tiny.random_tokens(90, seed=9)
-    plans = [
-        (tokens[:60], lambda: cache.plan([a], [60])),
-        (tokens[60:77], lambda: cache.plan([a, b], [1, 16])),
-        (tokens[77:79], lambda: cache.plan_decode([a, b])),
-        (tokens[79:81], lambda: cache.plan_decode([a, b])),
-    ]
-    with torch.inference_mode():
-        return [step(ids, plan(), cache) for ids, plan in plans]
-
-
-def test_compiles_whole_and_writes_the_cache_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fullgraph: no break. The cache keeps its memory, gets the eager bits, and is nowhere
-    copied: no node of the graphs that Inductor generates code from makes a tensor of its size."""
-    model = _two_layers()
-    eager_cache, cache = (model.make_cache(2, tokens=_PAGES * 16) for _ in range(2))
-    pointers = [tensor.data_ptr() for layer in cache.layers for tensor in layer]
-    want = _run(model, model, eager_cache)
-
-    graphs = _capture_graphs(monkeypatch)
-    torch.compiler.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        got = _run(torch.compile(model, fullgraph=True), model, cache)
-
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other)
-    for ours, theirs in zip(cache.layers, eager_cache.layers, strict=True):
-        assert torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v)
-        assert ours.k.any()
-    assert [t.data_ptr() for layer in cache.layers for t in layer] == pointers
-
-    # Prefill, prefill of any length, decode: the second decode step compiles nothing.
-    assert len(graphs) == 3
-    for graph in graphs:
-        calls = [node for node in graph.nodes if node.op == "call_function"]
-        assert any("kv_write" in str(node.target) for node in calls)
-        copies = [node.format_node() for node in calls if _has_a_cache_s_size(node)]
-        assert copies == []
-
-
-def _capture_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Graph]:
-    """Graphs as they are after Inductor's last pass over them."""
-    from torch._inductor import compile_fx
-
-    graphs: list[torch.fx.Graph] = []
-    passes = compile_fx._recursive_post_grad_passes
-
-    def record(module: torch.fx.GraphModule, *args: object, **kwargs: object) -> None:
-        passes(module, *args, **kwargs)
-        graphs.append(module.graph)
-
-    monkeypatch.setattr(compile_fx, "_recursive_post_grad_passes", record)
-    return graphs
-
-
-def _has_a_cache_s_size(node: torch.fx.Node) -> bool:
-    if node.target is torch.ops.aten.copy_.default and node.args[0] is node.args[1]:
-        return False  # what is left of an in-place write; Inductor generates nothing for it
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dim() == 4 and value.shape[0] in (_PAGES, 2 * 3)
 
 
 def test_logits_of_the_synthetic_model_are_spread() -> None:

@@ -16,6 +16,7 @@ from loading_support import tiny_config
 from tokenizers import Tokenizer, models, trainers
 
 from flint_kernels import cli, results
+from flint_kernels.backends import cuda
 from flint_kernels.cli import info
 from flint_kernels.cli import validate as command
 from flint_kernels.loading import synthetic
@@ -298,6 +299,9 @@ def test_validate_command(
     content = json.loads(output.read_text())
     assert {row["case"] for row in content["rows"]} == {"model prefill", "model decode"}
     assert content["meta"]["text"] == "text.txt" and content["meta"]["gpu"] == ""
+    arguments.json = True
+    assert arguments.run(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == content["rows"]
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
@@ -352,6 +356,19 @@ def test_info_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert arguments.run(arguments) == 0
     text = capsys.readouterr().out
     assert all(re.search(rf"^  {name} +.*CPU", text, re.MULTILINE) for name in REGISTRY)
+
+
+def test_info_says_whether_a_gpu_s_kernels_are_in_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(cuda, "why_not", lambda device: ["It has none.", None][device.index])
+    arguments = parsed(info)
+    assert arguments.run(arguments) == 0
+    text = capsys.readouterr().out
+    assert "  GPU 0: It has none.\n  GPU 1: its kernels are in use\n" in text
 
 
 def test_results_describe_the_run() -> None:

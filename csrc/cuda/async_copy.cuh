@@ -19,6 +19,11 @@ __device__ __forceinline__ void copy_16_async(uint32_t to, const void* from, boo
                : "memory");
 }
 
+__device__ __forceinline__ void copy_16_async(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+               : "memory");
+}
+
 __device__ __forceinline__ void copy_4_async(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
                "r"(there ? 4 : 0)

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/async_copy.cuh"
+#include "cuda/barrier.cuh"
 
 namespace flint::cuda {
 
@@ -28,18 +28,22 @@ __device__ __forceinline__ uint32_t shared_of(uint32_t rank, const void* here) {
   return there;
 }
 
-__device__ __forceinline__ void store_cluster(uint32_t to, uint32_t value) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+// Stores four bytes and counts them for a barrier, both in the memory of the same CTA: who waits
+// for that barrier sees them. No fence: a cluster's barrier with release would first wait for all
+// that this thread has ever written, to global memory too.
+__device__ __forceinline__ void send_cluster(uint32_t to, uint32_t value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+      "r"(value), "r"(barrier)
+      : "memory");
 }
 
-__device__ __forceinline__ void store_cluster(uint32_t to, uint16_t value) {
-  asm volatile("st.shared::cluster.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
-}
-
-// Every thread of the cluster comes to `arrive_cluster`, and what it wrote before is seen by those
-// that come back from `await_cluster`. A thread with nothing to read may leave after the first.
-__device__ __forceinline__ void arrive_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+// Every thread of the cluster comes to `announce_cluster`, and those that come back from
+// `await_cluster` know that all CTAs run and that the barriers which they published are there. No
+// other write is seen through this. A thread that will not write to others may leave after the
+// first.
+__device__ __forceinline__ void announce_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void await_cluster() {

@@ -30,6 +30,14 @@ __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// ------------------------------------------------------------------------------ barriers
+
+// __syncthreads() of kThreads threads, in whole warps, by a barrier of their own: 1 to 15.
+template <int kThreads>
+__device__ __forceinline__ void sync_threads(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
 // ------------------------------------------------------------------------------ memory
 
 // An activation: never through the read-only path (ld.global.nc), because with PDL the kernel ahead

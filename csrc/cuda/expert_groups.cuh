@@ -59,27 +59,26 @@ struct ExpertGroups {
     if (entry == 0) count = __popc(named);
   }
 
-  // All pairs of entries are compared side by side: a thread that walked over its predecessors
-  // would wait for shared memory at each.
+  // A warp compares an entry with all others at once.
   __device__ __forceinline__ void find_of_several(const Routing& routing, int entry, int entries,
                                                   int id) {
     const bool is_entry = entry < entries;
-    if (is_entry) {
-      key[entry] = id;
-      mention[entry] = 0;
-      leader[entry] = entry;
-    }
+    if (is_entry) key[entry] = id;
     if (entry < kMostEntries) *reinterpret_cast<uint64_t*>(place[entry]) = ~uint64_t{0};
     __syncthreads();
-    for_pairs(entries, [&](int i, int j) {
-      if (key[i] == key[j] && i / routing.top_k == j / routing.top_k) atomicAdd(mention + i, 1);
-    });
+    const int lane = entry % kWarp, warp = entry / kWarp,
+              warps = static_cast<int>(blockDim.x) / kWarp;
+    for (int i = warp; i < entries; i += warps) {
+      const int mine = key[i];
+      const uint64_t token_before = (uint64_t{1} << i) - (uint64_t{1} << (i - i % routing.top_k));
+      const int mention = __popcll(equal_to(mine, key, entries, lane) & token_before);
+      if (lane == 0) named[i] = mine < 0 ? mine : mine * kMostEntries + mention;
+    }
     __syncthreads();
-    if (is_entry && id >= 0) key[entry] = id * kMostEntries + mention[entry];
-    __syncthreads();
-    for_pairs(entries, [&](int i, int j) {
-      if (key[i] == key[j]) atomicMin(leader + i, j);
-    });
+    for (int i = warp; i < entries; i += warps) {
+      const int first = __ffsll(static_cast<long long>(equal_to(named[i], named, entries, lane)));
+      if (lane == 0) leader[i] = first - 1;
+    }
     __syncthreads();
     const bool leads = is_entry && id >= 0 && leader[entry] == entry;
     if (entry < kMostEntries) {
@@ -100,20 +99,19 @@ struct ExpertGroups {
     if (entry == 0) count = __popc(leaders_of[0]) + __popc(leaders_of[1]);
   }
 
-  // Calls `use(i, j)` for all j < i.
-  template <typename Use>
-  __device__ __forceinline__ void for_pairs(int entries, Use&& use) {
-    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-    for (int p = thread; p < kMostEntries * kMostEntries; p += threads) {
-      const int i = p / kMostEntries, j = p % kMostEntries;
-      if (i >= entries) break;
-      if (j < i) use(i, j);
-    }
+  // The entries of `keys` that are equal to `mine`, a bit each.
+  static __device__ __forceinline__ uint64_t equal_to(int mine, const int* keys, int entries,
+                                                      int lane) {
+    const unsigned low = __ballot_sync(0xffffffffu, lane < entries && keys[lane] == mine);
+    const unsigned high =
+        __ballot_sync(0xffffffffu, lane + kWarp < entries && keys[lane + kWarp] == mine);
+    return uint64_t{high} << kWarp | low;
   }
 
-  int key[kMostEntries];      // the expert; then equal for the entries of a group; -1: skipped
-  int mention[kMostEntries];  // how often the token has named the expert before
-  int leader[kMostEntries];   // the first entry of the group
+  int key[kMostEntries];     // the expert; -1: skipped
+  int named[kMostEntries];   // equal for the entries of a group: also how often the token has named
+                             // the expert before
+  int leader[kMostEntries];  // the first entry of the group
   unsigned leaders_of[kMostEntries / kWarp];
 };
 

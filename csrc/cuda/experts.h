@@ -36,6 +36,12 @@ struct MoeGateUp {
 bool moe_gate_up_fits(const MoeGateUp& in);
 cudaError_t moe_gate_up(const MoeGateUp& in, const Launch& launch);
 
+// Its ways for one token and for several, of NVFP4 weights.
+bool moe_gate_up_one_fits(const MoeGateUp& in);
+cudaError_t moe_gate_up_one(const MoeGateUp& in, const Launch& launch);
+bool moe_gate_up_several_fits(const MoeGateUp& in);
+cudaError_t moe_gate_up_several(const MoeGateUp& in, const Launch& launch);
+
 // y_e = round(scale_e * sum(act * w_e)); routed = round(sum(weight * y_e)) in the order of
 // selection; out = round(routed + round(scale * sum(act * w_shared))).
 //

@@ -72,6 +72,17 @@ inline int multiprocessors() {
   return count > 0 ? count : 1;
 }
 
+// So much dynamic shared memory that `ctas` CTAs fit an SM and no more do.
+inline size_t shared_bytes_for(int ctas) {
+  int device = 0, bytes = 0, most = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  constexpr int kDeclared = 4096;  // at most, by a kernel and by the runtime
+  const int share = (bytes < ctas * most ? bytes / ctas : most) - kDeclared;
+  return share > 0 ? static_cast<size_t>(share) : 0;
+}
+
 // Shared memory is static in the kernels of rows.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(const Launch& launch, dim3 grid, dim3 block,

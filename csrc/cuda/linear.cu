@@ -1,7 +1,8 @@
 // A product of 1 to 8 tokens with a matrix: the weights are read once, in tiles of 16 rows. A tile
-// belongs to kSplit warps, which share it along the width and add their sums up through shared
-// memory; with kSplit 1 a warp has a tile for itself. Each takes tiles a grid apart, and fetches
-// ahead of the tile that it works on.
+// belongs to kTeam warps, which share it along the width and add their sums up through shared
+// memory; a team of one has the tile for itself. Each takes tiles a grid apart, and fetches ahead
+// of the tile that it works on.
+
 #include "cuda/launch.cuh"
 #include "cuda/linear.h"
 #include "cuda/one_token.cuh"
@@ -73,26 +74,27 @@ __device__ __forceinline__ void finish(const Job& job, const ShardScales& scales
 
 // Dynamic shared memory: the stages, the activations, the warps' sums of two tiles; with kOne,
 // zeros.
-template <typename Format, LinearOutput kOutput, int kThreads, bool kSplit, int kChunks,
-          int kStages, bool kOne>
+template <typename Format, LinearOutput kOutput, int kThreads, int kTeam, int kChunks, int kStages,
+          bool kWhole, bool kOne>
 __global__ void __launch_bounds__(kThreads, 1)
     linear_few(const __grid_constant__ Job job,
                const __grid_constant__ typename Format::Matrix weight) {
   constexpr bool kSilu = kOutput == LinearOutput::kSiluAndMul;
-  constexpr int kWarps = kThreads / kWarp, kOwners = kSplit ? 1 : kWarps;
+  constexpr int kWarps = kThreads / kWarp, kTeams = kWarps / kTeam;
+  static_assert(kTeams * kTeam == kWarps);
   constexpr int kSums = kOne ? kTileRows : kTileSums;  // of a warp
-  using Stream = TileStream<Format, kSplit ? kWarps : 1, kChunks, kStages>;
+  using Stream = TileStream<Format, kTeam, kChunks, kStages, kWhole>;
   constexpr int kPieceChunks = Stream::kPiece / Format::kChunk;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int owner = kSplit ? 0 : warp;  // of the tile
+  const int team = warp / kTeam, member = warp % kTeam;
   const int tokens = kOne ? 1 : job.tokens;
-  uint8_t* staged = shared + kOwners * Stream::kBytes;
+  uint8_t* staged = shared + kTeams * Stream::kBytes;
   auto* sums =
       reinterpret_cast<float*>(staged + staged_bytes<Format>(tokens, job.pieces * kPieceChunks));
-  auto* zeros = reinterpret_cast<uint8_t*>(sums + (kSplit ? 2 * kWarps * kSums : 0));
-  const int first_tile = static_cast<int>(blockIdx.x) * kOwners + owner;
-  const int tile_step = static_cast<int>(gridDim.x) * kOwners;
+  auto* zeros = reinterpret_cast<uint8_t*>(sums + (kTeam > 1 ? 2 * kWarps * kSums : 0));
+  const int first_tile = static_cast<int>(blockIdx.x) * kTeams + team;
+  const int tile_step = static_cast<int>(gridDim.x) * kTeams;
   const auto rows_of = [&](int tile) {
     const int low = tile * (kSilu ? kHalfTile : kTileRows);
     return kSilu ? TileRows{low, job.rows + low, job.rows, 2 * job.rows}
@@ -100,7 +102,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 
   const ShardScales scales(job, Format::kNvfp4);
-  Stream stream(shared + owner * Stream::kBytes, kSplit ? warp : 0);
+  Stream stream(shared + team * Stream::kBytes, member);
+  sums += team * 2 * kTeam * kSums;
   int fetch_tile = first_tile, fetch_piece = 0;
   const auto fetch_next = [&] {
     if (fetch_tile >= job.tiles) return stream.skip();
@@ -118,20 +121,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
-  // A warp stages what it multiplies, or with tiles of its own a part of what all multiply.
-  unsigned shifts = 0;  // of a piece, a bit
-  for (int piece = kSplit ? 0 : warp; piece < job.pieces; piece += kSplit ? 1 : kWarps) {
-    const int chunk = stream.chunk_of(piece);
-    if constexpr (kOne) {
-      const bool shifted = stage_one<kChunks>(staged, job.x, job.width, chunk);
-      shifts |= shifted ? 1u << piece : 0u;
-    } else {
-      stage_chunks<Format, kChunks>(staged, job.x, job.x_stride, tokens, job.width, chunk);
+  unsigned shifts = 0;          // of a piece, a bit
+  if constexpr (kTeams == 1) {  // a warp stages what it multiplies
+    for (int piece = 0; piece < job.pieces; ++piece) {
+      const int chunk = stream.chunk_of(piece);
+      if constexpr (kOne) {
+        const bool shifted = stage_one<kChunks, kWhole>(staged, job.x, job.width, chunk);
+        shifts |= shifted ? 1u << piece : 0u;
+      } else {
+        stage_chunks<Format, kChunks>(staged, job.x, job.x_stride, tokens, job.width, chunk);
+      }
     }
-  }
-  if constexpr (kSplit) {
     __syncwarp();
-  } else if constexpr (kOne) {
+  } else if constexpr (kOne) {  // or a part of what all multiply
+    static_assert(kTeam == 1, "a bit for a warp's part of a piece");
+    for (int piece = warp; piece < job.pieces; piece += kWarps) {
+      const bool shifted =
+          stage_one<kChunks, kWhole>(staged, job.x, job.width, stream.chunk_of(piece));
+      shifts |= shifted ? 1u << piece : 0u;
+    }
     shifts = __reduce_or_sync(0xffffffffu, shifts);
     __shared__ unsigned all_shifts[kWarps];
     if (threadIdx.x % kWarp == 0) all_shifts[warp] = shifts;
@@ -140,6 +148,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int i = 0; i < kWarps; ++i) shifts |= all_shifts[i];
   } else {
+    constexpr int kPart = kChunks % 2 == 0 ? 2 : 1;  // chunks that a warp stages at once
+    for (int part = warp; part < job.pieces * kPieceChunks / kPart; part += kWarps) {
+      stage_chunks<Format, kPart>(staged, job.x, job.x_stride, tokens, job.width, part * kPart);
+    }
     __syncthreads();
   }
 
@@ -162,22 +174,29 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       fetch_next();
     }
-    if constexpr (kSplit) {
-      float* to = sums + buffer * kWarps * kSums;
+    if constexpr (kTeam > 1) {
+      float* to = sums + buffer * kTeam * kSums;
       buffer ^= 1;
       if constexpr (kOne) {
-        store_rows(one_sums, to + warp * kSums);
+        store_rows(one_sums, to + member * kSums);
       } else {
-        tile_sums.store(to + warp * kSums);
+        tile_sums.store(to + member * kSums);
       }
-      __syncthreads();
+      if constexpr (kTeams == 1) {
+        __syncthreads();
+      } else {
+        sync_threads<kTeam * kWarp>(1 + team);
+      }
       constexpr int kElements = kSilu ? kSums / 2 : kSums, kColumns = kOne ? 1 : kMostTokens;
-      const int element = static_cast<int>(threadIdx.x), token = element % kColumns;
-      if (element < kElements && token < tokens) {
+      const int first = static_cast<int>(threadIdx.x) - team * kTeam * kWarp;
+#pragma unroll
+      for (int element = first; element < kElements; element += kTeam * kWarp) {
+        const int token = element % kColumns;
+        if (token >= tokens) continue;
         constexpr float kScale = kOne ? 1.0f : Format::kSumScale;
-        const float low = warps_total<kWarps, kSums>(to, element) * kScale;
+        const float low = warps_total<kTeam, kSums>(to, element) * kScale;
         const float high =
-            kSilu ? warps_total<kWarps, kSums>(to, element + kElements) * kScale : 0.0f;
+            kSilu ? warps_total<kTeam, kSums>(to, element + kElements) * kScale : 0.0f;
         finish<kOutput>(job, scales, tile, element / kColumns, token, low, high);
       }
     } else if constexpr (kOne) {
@@ -224,24 +243,25 @@ Job job_of(const Linear& in) {
 
 constexpr int kAllCtas = 1 << 20;
 
-// How a kernel is made for a format and a shape: kThreads threads, which split a tile or not, and
-// kStages stages of kChunks chunks a warp.
-template <int kThreads_, bool kSplit_, int kChunks_, int kStages_>
+// How a kernel is made for a format and a shape: kThreads threads in teams of kTeam warps, and
+// kStages stages of kChunks chunks a warp; whether for whole tiles and pieces alone.
+template <int kThreads_, int kTeam_, int kChunks_, int kStages_, bool kWhole_ = true>
 struct Plan {
   static constexpr int kThreads = kThreads_, kChunks = kChunks_, kStages = kStages_;
-  static constexpr bool kSplit = kSplit_;
+  static constexpr int kTeam = kTeam_, kTeams = kThreads / kWarp / kTeam;
+  static constexpr bool kWhole = kWhole_;
 };
 
 template <typename Format, typename P>
-using StreamOf = TileStream<Format, P::kSplit ? P::kThreads / kWarp : 1, P::kChunks, P::kStages>;
+using StreamOf = TileStream<Format, P::kTeam, P::kChunks, P::kStages, P::kWhole>;
 
 template <typename Format, typename P, bool kOne>
 size_t shared_bytes(const Linear& in) {
   using Stream = StreamOf<Format, P>;
   constexpr size_t kWarps = P::kThreads / kWarp;
   const int chunks = Stream::pieces(in.width) * Stream::kPiece / Format::kChunk;
-  return (P::kSplit ? 1 : kWarps) * Stream::kBytes + staged_bytes<Format>(in.tokens, chunks) +
-         (P::kSplit ? 2 * kWarps * (kOne ? kTileRows : kTileSums) * sizeof(float) : 0) +
+  return P::kTeams * Stream::kBytes + staged_bytes<Format>(in.tokens, chunks) +
+         (P::kTeam > 1 ? 2 * kWarps * (kOne ? kTileRows : kTileSums) * sizeof(float) : 0) +
          (kOne ? kZeroBytes<P::kChunks> : 0);
 }
 
@@ -250,25 +270,30 @@ cudaError_t launch_tokens(const Linear& in, int most_ctas, const Launch& launch)
   Job job = job_of(in);
   job.pieces = StreamOf<Format, P>::pieces(job.width);
   Shape shape;
-  const int tiles_a_cta = P::kSplit ? 1 : P::kThreads / kWarp;
-  shape.grid = static_cast<unsigned>(least(ceil_div(job.tiles, tiles_a_cta), most_ctas));
+  shape.grid = static_cast<unsigned>(least(ceil_div(job.tiles, P::kTeams), most_ctas));
   shape.block = P::kThreads;
   shape.shared_bytes = shared_bytes<Format, P, kOne>(in);
   return launch_kernel(
       launch, shape,
-      linear_few<Format, kOutput, P::kThreads, P::kSplit, P::kChunks, P::kStages, kOne>, job,
-      Format::matrix(in.weight.elements, in.weight.scales));
+      linear_few<Format, kOutput, P::kThreads, P::kTeam, P::kChunks, P::kStages, P::kWhole, kOne>,
+      job, Format::matrix(in.weight.elements, in.weight.scales));
 }
 
 // What takes any width, in the least shared memory.
-using Odd = Plan<256, true, 1, 2>;
+using Odd = Plan<256, 8, 1, 2, false>;
+
+template <typename Format, LinearOutput kOutput, typename P>
+bool takes(const Linear& in) {
+  return shared_bytes<Format, P, false>(in) <= kMostSharedBytes &&
+         (!P::kWhole || (in.rows % kTileRows == 0 && in.width % StreamOf<Format, P>::kPiece == 0));
+}
 
 template <typename Format, LinearOutput kOutput, typename P>
 cudaError_t launch_plan(const Linear& in, int most_ctas, const Launch& launch) {
-  if (shared_bytes<Format, P, false>(in) > kMostSharedBytes) {
+  if (!takes<Format, kOutput, P>(in)) {
     return launch_tokens<Format, kOutput, Odd, false>(in, kAllCtas, launch);
   }
-  if constexpr (Format::kNvfp4) {
+  if constexpr (Format::kNvfp4 && (P::kTeams == 1 || P::kTeam == 1)) {
     if (in.tokens == 1 && StreamOf<Format, P>::pieces(in.width) <= kMostPiecesOfOne) {
       return launch_tokens<Format, kOutput, P, true>(in, most_ctas, launch);
     }
@@ -279,33 +304,34 @@ cudaError_t launch_plan(const Linear& in, int most_ctas, const Launch& launch) {
 // Chosen by times on an H200 with Flint's shapes.
 template <LinearOutput kOutput>
 cudaError_t launch_nvfp4(const Linear& in, const Launch& launch) {
-  using Narrow = Plan<128, true, 4, 1>;
-  using Middle = Plan<256, true, 4, 1>;
-  using Wide = Plan<256, true, 6, 1>;
-  if (in.width % kScaleCopyWidth != 0)
-    return launch_plan<Nvfp4, kOutput, Odd>(in, kAllCtas, launch);
+  const int processors = multiprocessors();
   if constexpr (kOutput == LinearOutput::kLogits) {
-    return launch_plan<Nvfp4, kOutput, Plan<384, false, 4, 3>>(in, multiprocessors(), launch);
+    return launch_plan<Nvfp4, kOutput, Plan<384, 1, 4, 3>>(in, processors, launch);
+  } else if constexpr (kOutput == LinearOutput::kSiluAndMul) {
+    // Eight tokens' activations are staged once an SM.
+    return in.tokens > 1
+               ? launch_plan<Nvfp4, kOutput, Plan<384, 2, 2, 4>>(in, processors, launch)
+               : launch_plan<Nvfp4, kOutput, Plan<128, 4, 4, 2>>(in, 3 * processors, launch);
+  } else {
+    if (in.width <= 2048) {
+      return launch_plan<Nvfp4, kOutput, Plan<128, 4, 4, 1>>(in, kAllCtas, launch);
+    }
+    return in.width <= 4096 ? launch_plan<Nvfp4, kOutput, Plan<256, 8, 4, 1>>(in, kAllCtas, launch)
+                            : launch_plan<Nvfp4, kOutput, Plan<256, 8, 6, 1>>(in, kAllCtas, launch);
   }
-  if constexpr (kOutput == LinearOutput::kSiluAndMul) {
-    return launch_plan<Nvfp4, kOutput, Plan<128, true, 4, 2>>(in, 3 * multiprocessors(), launch);
-  }
-  if (in.width <= 2048) return launch_plan<Nvfp4, kOutput, Narrow>(in, kAllCtas, launch);
-  if (in.width <= 4096) return launch_plan<Nvfp4, kOutput, Middle>(in, kAllCtas, launch);
-  return launch_plan<Nvfp4, kOutput, Wide>(in, kAllCtas, launch);
 }
 
 template <LinearOutput kOutput>
 cudaError_t launch_bf16(const Linear& in, const Launch& launch) {
   if constexpr (kOutput == LinearOutput::kLogits) {
-    return launch_plan<Bf16, kOutput, Plan<256, false, 4, 2>>(in, multiprocessors(), launch);
+    return launch_plan<Bf16, kOutput, Plan<256, 1, 4, 2>>(in, multiprocessors(), launch);
   }
   if (in.width <= 2048) {
-    return launch_plan<Bf16, kOutput, Plan<256, true, 4, 1>>(in, kAllCtas, launch);
+    return launch_plan<Bf16, kOutput, Plan<256, 8, 4, 1>>(in, kAllCtas, launch);
   }
   // Wider rows leave less room beside eight tokens' activations.
-  return in.width <= 4096 ? launch_plan<Bf16, kOutput, Plan<256, true, 4, 2>>(in, kAllCtas, launch)
-                          : launch_plan<Bf16, kOutput, Plan<256, true, 2, 3>>(in, kAllCtas, launch);
+  return in.width <= 4096 ? launch_plan<Bf16, kOutput, Plan<256, 8, 4, 2>>(in, kAllCtas, launch)
+                          : launch_plan<Bf16, kOutput, Plan<256, 8, 2, 3>>(in, kAllCtas, launch);
 }
 
 template <LinearOutput kOutput>

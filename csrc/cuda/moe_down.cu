@@ -1,6 +1,7 @@
 // A CTA has 16 rows of the output: of the same rows of all chosen experts and of the shared one.
 // The warps take pieces of these in turn, one expert's at a time, and leave each piece's sums
 // in shared memory; at the end they are added, weighted and combined in the order of selection.
+
 #include "cuda/expert_groups.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/one_token.cuh"
@@ -14,24 +15,27 @@ struct Job {
   int shared_pieces, expert_pieces;
 };
 
+// Rows of activations, a warp a row; zeros beyond the width.
 template <typename Format>
 __device__ __forceinline__ void stage_rows(uint8_t* to, int bytes, const void* from, int rows,
                                            int width) {
   const int vectors = width / kVectorElements, padded = bytes / kVectorBytes;
-  for (int i = static_cast<int>(threadIdx.x); i < rows * padded;
-       i += static_cast<int>(blockDim.x)) {
-    const int row = i / padded, v = i % padded;
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (v < vectors) {
-      value = load_activation(static_cast<const uint4*>(from) + row * vectors + v);
+  const int lane = static_cast<int>(threadIdx.x) % kWarp,
+            warps = static_cast<int>(blockDim.x) / kWarp;
+  for (int row = static_cast<int>(threadIdx.x) / kWarp; row < rows; row += warps) {
+    const auto* x = static_cast<const uint4*>(from) + row * vectors;
+    auto* staged = reinterpret_cast<uint4*>(to + row * bytes);
+#pragma unroll 2
+    for (int v = lane; v < padded; v += kWarp) {
+      const uint4 value = v < vectors ? load_activation(x + v) : make_uint4(0, 0, 0, 0);
+      staged[Format::place(v, 0, 1)] = Format::arrange(value);
     }
-    reinterpret_cast<uint4*>(to + row * bytes)[Format::place(v, 0, 1)] = Format::arrange(value);
   }
 }
 
 // Dynamic shared memory: the stages, the activations of all entries and of the shared expert, the
 // warps' sums of all pieces, the experts' outputs.
-template <typename Format, int kThreads, int kChunks, int kStages, bool kOne>
+template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole, bool kOne>
 __global__ void __launch_bounds__(kThreads, 1)
     moe_down_few(const __grid_constant__ Job job,
                  const __grid_constant__ typename Format::Matrix routed,
@@ -39,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kWarps = kThreads / kWarp;
   constexpr int kSums = kOne ? kTileRows : kTileSums;  // of a piece
   constexpr int kColumns = kOne ? 1 : kMostTokens;     // of these
-  using Stream = TileStream<Format, 1, kChunks, kStages>;
+  using Stream = TileStream<Format, 1, kChunks, kStages, kWhole>;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ ExpertGroups groups;
   __shared__ float scales[kMostEntries], weights[kMostEntries];  // of an entry
@@ -113,8 +117,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       // A stage's chunks begin at the piece's, whatever part of the row it is.
       const int first = part.piece * Stream::kPiece;
-      const bool shifted =
-          stage_one<kChunks>(staged + piece * kPieceBytes, x + first, part.width - first, 0);
+      const bool shifted = stage_one<kChunks, kWhole>(staged + piece * kPieceBytes, x + first,
+                                                      part.width - first, 0);
       shifts |= shifted ? 1u << bit : 0u;
     }
   } else {
@@ -190,15 +194,15 @@ __global__ void __launch_bounds__(kThreads, 1)
                 rounded(uint16_t{}, sum) + at[in.routing.top_k * kTileRows * tokens]);
 }
 
-template <typename Format, int kThreads, int kChunks, int kStages, bool kOne = false>
+template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole, bool kOne = false>
 cudaError_t launch_plan(const MoeDown& in, const Launch& launch) {
   constexpr int kWarps = kThreads / kWarp;
-  using Stream = TileStream<Format, 1, kChunks, kStages>;
+  using Stream = TileStream<Format, 1, kChunks, kStages, kWhole>;
   if constexpr (Format::kNvfp4 && !kOne) {
     const int pieces =
         Stream::pieces(in.shared_size) + in.routing.top_k * Stream::pieces(in.routed_size);
     if (in.routing.tokens == 1 && pieces <= kWarps * kMostPiecesOfOne) {
-      return launch_plan<Format, kThreads, kChunks, kStages, true>(in, launch);
+      return launch_plan<Format, kThreads, kChunks, kStages, kWhole, true>(in, launch);
     }
   }
   Job job{};
@@ -215,7 +219,8 @@ cudaError_t launch_plan(const MoeDown& in, const Launch& launch) {
       (size_t(entries) * job.expert_pieces + size_t(tokens) * job.shared_pieces) * row +
       size_t(job.shared_pieces + entries * job.expert_pieces) * tile +
       size_t(in.routing.top_k + 1) * tile + (kOne ? kZeroBytes<kChunks> : 0);
-  return launch_kernel(launch, shape, moe_down_few<Format, kThreads, kChunks, kStages, kOne>, job,
+  return launch_kernel(launch, shape,
+                       moe_down_few<Format, kThreads, kChunks, kStages, kWhole, kOne>, job,
                        Format::matrix(in.routed.elements, in.routed.scales),
                        Format::matrix(in.shared.elements, in.shared.scales));
 }
@@ -244,14 +249,15 @@ bool moe_down_fits(const MoeDown& in) {
 cudaError_t moe_down(const MoeDown& in, const Launch& launch) {
   const bool one = in.routing.tokens == 1;
   if (in.routed.scales == nullptr) {
-    return one ? launch_plan<Bf16, 512, 4, 1>(in, launch)
-               : launch_plan<Bf16, 256, 4, 1>(in, launch);
+    return one ? launch_plan<Bf16, 512, 4, 1, false>(in, launch)
+               : launch_plan<Bf16, 256, 4, 1, false>(in, launch);
   }
-  if (in.routed_size % kScaleCopyWidth != 0 || in.shared_size % kScaleCopyWidth != 0) {
-    return launch_plan<Nvfp4, 256, 1, 2>(in, launch);
+  // Whole tiles, and pieces of four chunks.
+  if (in.hidden % kTileRows != 0 || in.routed_size % 512 != 0 || in.shared_size % 512 != 0) {
+    return launch_plan<Nvfp4, 256, 1, 2, false>(in, launch);
   }
-  return one ? launch_plan<Nvfp4, 256, 4, 1>(in, launch)
-             : launch_plan<Nvfp4, 512, 2, 2>(in, launch);
+  return one ? launch_plan<Nvfp4, 256, 4, 1, true>(in, launch)
+             : launch_plan<Nvfp4, 544, 4, 1, true>(in, launch);
 }
 
 }  // namespace flint::cuda

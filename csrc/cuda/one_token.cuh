@@ -43,7 +43,8 @@ __device__ __forceinline__ uint4 shifted(const uint4& x) {
 }
 
 // As stage_chunks for one row; returns whether it is staged shifted, the same in all lanes.
-template <int kChunks>
+// `kWhole`: all of the row's chunks are there.
+template <int kChunks, bool kWhole = false>
 __device__ __forceinline__ bool stage_one(uint8_t* to, const uint16_t* x, int width,
                                           int first_chunk) {
   constexpr int kVectors = kChunks * Nvfp4::kChunk / kVectorElements;
@@ -57,7 +58,9 @@ __device__ __forceinline__ bool stage_one(uint8_t* to, const uint16_t* x, int wi
   for (int i = 0; i < kLoads; ++i) {
     const int v = first + i * kWarp;
     value[i] = make_uint4(0, 0, 0, 0);
-    if (v < vectors) value[i] = load_activation(reinterpret_cast<const uint4*>(x) + v);
+    if (kWhole ? kVectors % kWarp == 0 || lane + i * kWarp < kVectors : v < vectors) {
+      value[i] = load_activation(reinterpret_cast<const uint4*>(x) + v);
+    }
   }
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
@@ -70,8 +73,10 @@ __device__ __forceinline__ bool stage_one(uint8_t* to, const uint16_t* x, int wi
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (kVectors % kWarp != 0 && lane + i * kWarp >= kVectors) continue;
-    reinterpret_cast<uint4*>(to)[Nvfp4::place(first + i * kWarp, 0, 1)] =
-        Nvfp4::arrange(shifts ? shifted(value[i]) : value[i]);
+    // Shifted as if in range, which is not known as soon.
+    auto* staged = reinterpret_cast<uint4*>(to) + Nvfp4::place(first + i * kWarp, 0, 1);
+    *staged = Nvfp4::arrange(shifted(value[i]));
+    if (!shifts) *staged = Nvfp4::arrange(value[i]);
   }
   return shifts;
 }

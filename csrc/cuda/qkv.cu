@@ -1,5 +1,7 @@
-// A CTA has 16 rows of the weights, a cluster of eight one head. The CTAs send their rounded
-// elements of token m to CTA m of the cluster, which norms, turns and writes the head.
+// A CTA has 8 rows of a head's weights and the 8 that RoPE pairs them with, a cluster of eight CTAs
+// the whole head. Of their elements they tell each other the sums of squares alone; then each
+// norms, turns and writes its own.
+
 #include "cuda/cluster.cuh"
 #include "cuda/kv_rows.cuh"
 #include "cuda/launch.cuh"
@@ -11,7 +13,8 @@ namespace flint::cuda {
 namespace {
 
 constexpr unsigned kHeadCtas = kFastHeadDim / kTileRows;
-static_assert(kHeadCtas == kMostTokens, "a CTA of the cluster for each token");
+constexpr int kCtaQuads = kHalfTile / kQuad;  // of a head's kGroupLanes
+static_assert(kHeadCtas * kCtaQuads == kGroupLanes);
 
 struct Job {
   const float* scale_2;
@@ -22,61 +25,129 @@ struct Job {
   QkNormRope rest;
 };
 
-// The head that this CTA finishes for one token, by 16 lanes.
-struct HeadEnd {
+// A pair of a token's elements, `at` and kHalf after it in the head, and what becomes of them.
+struct Pair {
   RowOutcome outcome;
-  uint16_t* to;  // where the head goes; null: nowhere
-  Halves weight;
-  float cos[kQuad], sin[kQuad];
+  uint16_t* to;  // where the first goes; null: nowhere
+  uint16_t weight[2];
+  float cos = 1.0f, sin = 0.0f;
 
   // Ahead of the wait: nothing here is written by a kernel in flight.
-  __device__ __forceinline__ void load(const QkNormRope& in, int token, int head, int lane) {
+  __device__ __forceinline__ void load(const QkNormRope& in, int token, int head, int at) {
     const RowPlan plan = plan_row(in, token);
     outcome = plan.outcome;
-    const int64_t slot = outcome == RowOutcome::kCompute ? plan.slot : -1;
-    const RowOutputs<uint16_t> out = row_outputs<uint16_t>(in, token, slot);
-    to = out.cached_k;
-    if (head < in.heads) {
-      to = out.q + head * kFastHeadDim;
-    } else if (to != nullptr) {
-      to += (head - in.heads) * in.cache.k_strides.head;
+    const bool computes = outcome == RowOutcome::kCompute;
+    const RowOutputs<uint16_t> out =
+        row_outputs<uint16_t>(in, token, computes ? plan.slot : int64_t{-1});
+    const int kv_head = head - in.heads, v_head = kv_head - in.cache.kv_heads;
+    if (kv_head < 0) {
+      to = out.q + head * kFastHeadDim + at;
+    } else if (v_head < 0) {
+      to = out.cached_k;
+      if (to != nullptr) to += kv_head * in.cache.k_strides.head + at;
+    } else {
+      to = out.cached_v;
+      if (to != nullptr) to += v_head * in.cache.v_strides.head + at;
     }
-    weight = load_weights(head < in.heads ? in.q_weight : in.k_weight, lane);
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) cos[i] = 1.0f, sin[i] = 0.0f;
-    if (in.rope && outcome == RowOutcome::kCompute) {
-      const float4 c = *reinterpret_cast<const float4*>(plan.cos_sin + lane * kQuad);
-      const float4 s = *reinterpret_cast<const float4*>(plan.cos_sin + kHalf + lane * kQuad);
-      cos[0] = c.x, cos[1] = c.y, cos[2] = c.z, cos[3] = c.w;
-      sin[0] = s.x, sin[1] = s.y, sin[2] = s.z, sin[3] = s.w;
+    const auto* norm = static_cast<const uint16_t*>(kv_head < 0 ? in.q_weight : in.k_weight) + at;
+    weight[0] = norm[0];
+    weight[1] = norm[kHalf];
+    if (in.rope && computes) {
+      cos = plan.cos_sin[at];
+      sin = plan.cos_sin[kHalf + at];
     }
   }
 
-  // By a whole warp, whose upper half computes the same once more: its lanes sum together.
-  __device__ __forceinline__ void finish(const QkNormRope& in, const uint16_t* elements, int lane,
-                                         bool stores) const {
-    const auto* from = reinterpret_cast<const uint2*>(elements + lane * kQuad);
-    Halves value = normalise({from[0], from[kHalf / kQuad]}, weight, in.eps);
-    if (!stores || to == nullptr) return;
-    if (in.rope) value = rotate(value, cos, sin);
+  __device__ __forceinline__ void store(float first, float second) const {
+    if (to == nullptr) return;
+    store_rounded(to, first);
+    store_rounded(to + kHalf, second);
+  }
+
+  // As kv_rows.cuh norms and turns them.
+  __device__ __forceinline__ void finish(const QkNormRope& in, float first, float second,
+                                         float squares) const {
     if (outcome != RowOutcome::kCompute) {
-      const uint32_t filling = outcome == RowOutcome::kNaN ? 0x7fc07fc0u : 0u;
-      value.first = value.second = make_uint2(filling, filling);
+      const float filling = outcome == RowOutcome::kNaN ? __uint_as_float(0x7fc00000u) : 0.0f;
+      return store(filling, filling);
     }
-    store(to, lane, value);
+    const float scale = rsqrtf(fmaf(squares, 1.0f / kFastHeadDim, in.eps));
+    const float n1 = rounded(uint16_t{}, first * scale * to_float(weight[0]));
+    const float n2 = rounded(uint16_t{}, second * scale * to_float(weight[1]));
+    if (!in.rope) return store(n1, n2);
+    // Not contracted: the products are rounded before they are added, as the reference does.
+    store(__fsub_rn(__fmul_rn(n1, cos), __fmul_rn(n2, sin)),
+          __fadd_rn(__fmul_rn(n2, cos), __fmul_rn(n1, sin)));
   }
 };
 
-template <typename Format, int kThreads, int kChunks, int kStages, bool kOne>
+// The squares of a head, of which each CTA has kCtaQuads lanes' worth; summed in the order of
+// kv_rows.cuh: four elements, then the four that they are paired with, then lanes by a butterfly.
+struct HeadSquares {
+  float lane[kMostTokens][kGroupLanes];
+  Barrier complete;
+
+  __device__ __forceinline__ void init(int tokens) {
+    complete.init(1);
+    publish_barriers();
+    complete.arrive_expecting(static_cast<uint32_t>(tokens * kGroupLanes * sizeof(float)));
+  }
+
+  // By all threads of a warp, neighbouring pairs kColumns lanes apart: to all CTAs of the cluster.
+  template <int kColumns>
+  __device__ __forceinline__ void send(int rank, int pair, int token, float first, float second,
+                                       bool sends) {
+    const int thread = static_cast<int>(threadIdx.x) % kWarp;
+    const int from = thread / (kQuad * kColumns) * (kQuad * kColumns) + thread % kColumns;
+    float firsts[kQuad], seconds[kQuad], squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      firsts[i] = __shfl_sync(0xffffffffu, first, from + i * kColumns);
+      seconds[i] = __shfl_sync(0xffffffffu, second, from + i * kColumns);
+    }
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) squares = fmaf(firsts[i], firsts[i], squares);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) squares = fmaf(seconds[i], seconds[i], squares);
+    if (!sends) return;
+    // The quad's four threads have the same sum: each serves some of the CTAs.
+    constexpr int kEach = kHeadCtas / kQuad;
+    const float* here = &lane[token][rank * kCtaQuads + pair / kQuad];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const auto to = static_cast<uint32_t>(pair % kQuad * kEach + i);
+      send_cluster(shared_of(to, here), __float_as_uint(squares), shared_of(to, &complete));
+    }
+  }
+
+  __device__ __forceinline__ float await(int token) const {
+    complete.wait(0);
+    float sum[kGroupLanes];
+#pragma unroll
+    for (int i = 0; i < kGroupLanes; ++i) sum[i] = lane[token][i];
+#pragma unroll
+    for (int level = 1; level <= 4; ++level) {
+      const int half = kGroupLanes >> level;
+#pragma unroll
+      for (int i = 0; i < kGroupLanes / 2; ++i) {
+        if (i < half) sum[i] += sum[i + half];
+      }
+    }
+    static_assert(kGroupLanes == 1 << 4);
+    return sum[0];
+  }
+};
+
+template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole, bool kOne>
 __global__ void __launch_bounds__(kThreads, 1)
     qkv_few(const __grid_constant__ Job job,
             const __grid_constant__ typename Format::Matrix weight) {
   constexpr int kWarps = kThreads / kWarp;
   constexpr int kSums = kOne ? kTileRows : kTileSums;  // of a warp
   constexpr int kColumns = kOne ? 1 : kMostTokens;     // of these
-  using Stream = TileStream<Format, kWarps, kChunks, kStages>;
+  using Stream = TileStream<Format, kWarps, kChunks, kStages, kWhole>;
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ __align__(16) uint16_t elements[kFastHeadDim];  // of the token that is finished here
+  __shared__ __align__(16) HeadSquares head_squares;
   uint8_t* staged = shared + Stream::kBytes;
   const int pieces = Stream::pieces(job.width);
   auto* sums = reinterpret_cast<float*>(
@@ -84,9 +155,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto* zeros = reinterpret_cast<uint8_t*>(sums + kWarps * kSums);
   const QkNormRope& in = job.rest;
   const int thread = static_cast<int>(threadIdx.x);
-  const int first = static_cast<int>(blockIdx.x) * kTileRows;
   const int head = static_cast<int>(blockIdx.x / kHeadCtas);
-  const int rank = static_cast<int>(cluster_rank());
+  const int rank = static_cast<int>(blockIdx.x % kHeadCtas);
+  const int first = head * kFastHeadDim + rank * kHalfTile;
   const int norm_heads = in.heads + in.cache.kv_heads;
 
   // Loads in the order in which they are wanted back; nothing is computed of them before the wait.
@@ -95,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int shard = head < in.heads ? 0 : head < norm_heads ? 1 : 2;
     scale = load_weight(job.scale_2 + (job.shards == 1 ? 0 : shard));
   }
-  const TileRows rows{first, first + kHalfTile, 1 << 30, 1 << 30};
+  const TileRows rows{first, first + kHalf, 1 << 30, 1 << 30};
   Stream stream(shared, thread / kWarp);
   int fetched = 0;
   const auto fetch_next = [&] {
@@ -104,22 +175,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 #pragma unroll
   for (int i = 0; i < kStages; ++i) fetch_next();
-  HeadEnd end;
-  const bool ends = head < norm_heads && rank < job.tokens && thread < kGroupLanes;
-  if (ends) end.load(in, rank, head, thread);
-  if (head < norm_heads) arrive_cluster();  // this CTA's shared memory is there
-  const int row = thread / kColumns, token = thread % kColumns;
-  const bool has_element = thread < kSums && token < job.tokens;
-  uint16_t* cached_v = nullptr;
-  if (head >= norm_heads && has_element) {
-    const RowPlan plan = plan_row(in, token);
-    const bool cached = plan.outcome == RowOutcome::kCompute && plan.slot >= 0;
-    cached_v = row_outputs<uint16_t>(in, token, cached ? plan.slot : -1).cached_v;
+  const bool norms = head < norm_heads;
+  if (norms) {
+    if (thread == 0) head_squares.init(job.tokens);
+    __syncwarp();
+    announce_cluster();
   }
+  const int pair = thread / kColumns, token = thread % kColumns;
+  const bool has_pair = pair < kHalfTile && token < job.tokens;
+  Pair mine;
+  if (has_pair) mine.load(in, token, head, rank * kHalfTile + pair);
   if constexpr (kOne) {
     make_zeros<kChunks>(zeros);
     __syncthreads();
   }
+  if (norms) await_cluster();
   wait_for_previous_kernel();
   let_next_kernel_start();
 
@@ -127,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int piece = 0; piece < pieces; ++piece) {
     const int chunk = stream.chunk_of(piece);
     if constexpr (kOne) {
-      const bool shifted = stage_one<kChunks>(staged, job.x, job.width, chunk);
+      const bool shifted = stage_one<kChunks, kWhole>(staged, job.x, job.width, chunk);
       shifts |= shifted ? 1u << piece : 0u;
     } else {
       stage_chunks<Format, kChunks>(staged, job.x, job.x_stride, job.tokens, job.width, chunk);
@@ -157,33 +227,30 @@ __global__ void __launch_bounds__(kThreads, 1)
     scale *= Format::kSumScale;
   }
   __syncthreads();
-  if (head >= norm_heads) {  // v: nothing but a copy
-    if (cached_v == nullptr) return;
-    cached_v += (head - norm_heads) * in.cache.v_strides.head + rank * kTileRows + row;
-    store_rounded(cached_v, warps_total<kWarps, kSums>(sums, thread) * scale);
-    return;
+  // In whole warps, which send together.
+  if (thread >= max(kHalfTile * kColumns, kWarp)) return;
+  float low = 0.0f, high = 0.0f;
+  if (has_pair) {
+    low = rounded(uint16_t{}, warps_total<kWarps, kSums>(sums, thread) * scale);
+    high = rounded(uint16_t{}, warps_total<kWarps, kSums>(sums, thread + kSums / 2) * scale);
   }
-  await_cluster();
-  if (has_element) {
-    const float element = warps_total<kWarps, kSums>(sums, thread) * scale;
-    store_cluster(shared_of(token, elements + rank * kTileRows + row),
-                  static_cast<uint16_t>(pack_bf16(element, 0.0f)));
+  if (norms) head_squares.send<kColumns>(rank, pair, token, low, high, has_pair);
+  if (!has_pair) return;
+  if (norms) {
+    mine.finish(in, low, high, head_squares.await(token));
+  } else {
+    mine.store(low, high);
   }
-  __syncwarp();
-  arrive_cluster();
-  if (rank >= job.tokens) return;
-  await_cluster();
-  if (thread < kWarp) end.finish(in, elements, thread % kGroupLanes, ends);
 }
 
-template <typename Format, int kThreads, int kChunks, int kStages, bool kOne = false>
+template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole, bool kOne = false>
 cudaError_t launch_plan(const QkvLinear& in, const Launch& launch) {
   constexpr int kWarps = kThreads / kWarp;
-  using Stream = TileStream<Format, kWarps, kChunks, kStages>;
+  using Stream = TileStream<Format, kWarps, kChunks, kStages, kWhole>;
   const int pieces = Stream::pieces(in.width);
   if constexpr (Format::kNvfp4 && !kOne) {
     if (in.rest.rows == 1 && pieces <= kMostPiecesOfOne) {
-      return launch_plan<Format, kThreads, kChunks, kStages, true>(in, launch);
+      return launch_plan<Format, kThreads, kChunks, kStages, kWhole, true>(in, launch);
     }
   }
   const Job job{in.scale_2,
@@ -198,12 +265,15 @@ cudaError_t launch_plan(const QkvLinear& in, const Launch& launch) {
   shape.grid = static_cast<unsigned>(heads) * kHeadCtas;
   shape.block = kThreads;
   shape.cluster = kHeadCtas;
-  shape.shared_bytes = Stream::kBytes +
-                       staged_bytes<Format>(job.tokens, pieces * Stream::kPiece / Format::kChunk) +
-                       size_t{kWarps} * (kOne ? kTileRows : kTileSums) * sizeof(float) +
-                       (kOne ? kZeroBytes<kChunks> : 0);
-  return launch_kernel(launch, shape, qkv_few<Format, kThreads, kChunks, kStages, kOne>, job,
-                       Format::matrix(in.weight.elements, in.weight.scales));
+  const size_t wanted = Stream::kBytes +
+                        staged_bytes<Format>(job.tokens, pieces * Stream::kPiece / Format::kChunk) +
+                        size_t{kWarps} * (kOne ? kTileRows : kTileSums) * sizeof(float) +
+                        (kOne ? kZeroBytes<kChunks> : 0);
+  // Where a fourth CTA fits, some SMs get four of Flint's 320 and others one: measured on an H200,
+  // 5.2 us instead of 4.6.
+  shape.shared_bytes = wanted > shared_bytes_for(3) ? wanted : shared_bytes_for(3);
+  return launch_kernel(launch, shape, qkv_few<Format, kThreads, kChunks, kStages, kWhole, kOne>,
+                       job, Format::matrix(in.weight.elements, in.weight.scales));
 }
 
 }  // namespace
@@ -234,9 +304,12 @@ bool qkv_linear_fits(const QkvLinear& in) {
 }
 
 cudaError_t qkv_linear(const QkvLinear& in, const Launch& launch) {
-  if (in.weight.scales == nullptr) return launch_plan<Bf16, 256, 4, 1>(in, launch);
-  return in.width % kScaleCopyWidth == 0 ? launch_plan<Nvfp4, 128, 4, 1>(in, launch)
-                                         : launch_plan<Nvfp4, 128, 1, 2>(in, launch);
+  if (in.weight.scales == nullptr) {
+    return in.width % 2048 == 0 ? launch_plan<Bf16, 256, 4, 1, true>(in, launch)
+                                : launch_plan<Bf16, 256, 1, 2, false>(in, launch);
+  }
+  if (in.width % 2048 != 0) return launch_plan<Nvfp4, 128, 1, 2, false>(in, launch);
+  return launch_plan<Nvfp4, 128, 4, 1, true>(in, launch);
 }
 
 }  // namespace flint::cuda

@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(kThreads, kVectors* kTokens == 1 ? 2 : 1)
     norm_router_few(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ uint32_t keys[kMostTokens][kMostExperts];  // of the tokens that are chosen for here
+  __shared__ Barrier keys_complete;
   __shared__ float squares[2 * kTokens][kVectors * kRowWarps];
   const NormRouter& in = job.in;
   const int pieces = Stream::pieces(in.width);
@@ -143,7 +144,15 @@ __global__ void __launch_bounds__(kThreads, kVectors* kTokens == 1 ? 2 : 1)
   let_next_kernel_start();
   Stream stream(shared, warp);
   stream.fetch(router, rows, in.width, 0);
-  arrive_cluster();  // this CTA's shared memory is there
+  if (thread == 0) {
+    keys_complete.init(1);
+    publish_barriers();
+    const int mine = in.tokens > rank ? (in.tokens - rank - 1) / ctas + 1 : 0;
+    keys_complete.arrive_expecting(static_cast<uint32_t>(mine * in.experts) * sizeof(uint32_t));
+  }
+  __syncwarp();
+  announce_cluster();
+  await_cluster();
   wait_for_previous_kernel();
 
   RowVector part[kTokens][kVectors];
@@ -217,19 +226,16 @@ __global__ void __launch_bounds__(kThreads, kVectors* kTokens == 1 ? 2 : 1)
   }
   tile_sums.store(sums + warp * kTileSums);
   __syncthreads();
-  await_cluster();
   const int token = thread % kMostTokens, expert = first + thread / kMostTokens;
   if (thread < kTileSums && token < in.tokens && expert < in.experts) {
     const float logit = warps_total<kWarps>(sums, thread);
     const auto bits = static_cast<uint16_t>(pack_bf16(logit, 0.0f));
-    store_cluster(shared_of(token % ctas, &keys[token / ctas][expert]),
-                  topk_key_bf16(bits, static_cast<uint16_t>(expert)));
+    const auto to = static_cast<uint32_t>(token % ctas);
+    send_cluster(shared_of(to, &keys[token / ctas][expert]),
+                 topk_key_bf16(bits, static_cast<uint16_t>(expert)), shared_of(to, &keys_complete));
   }
-  __syncwarp();
-  arrive_cluster();
-  if (rank >= in.tokens) return;
-  await_cluster();
   if (const int mine = warp * ctas + rank; mine < in.tokens) {
+    keys_complete.wait(0);
     if (in.top_k == 6) {
       choose<6>(in, keys[warp], mine);
     } else {
@@ -240,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, kVectors* kTokens == 1 ? 2 : 1)
 
 template <int kVectors>
 cudaError_t launch_vectors(const NormRouter& in, const Launch& launch) {
-  unsigned ctas = 1;
+  unsigned ctas = 2;  // at least: one alone would be no cluster, whose instructions it has
   while (static_cast<int>(ctas) * kTileRows < in.experts) ctas *= 2;
   const int chunks = Stream::pieces(in.width) * Stream::kPiece / Bf16::kChunk;
   Shape shape;

@@ -14,9 +14,11 @@ namespace flint::cuda {
 // kStages pieces of its own in shared memory or on their way, each lane what it will multiply, and
 // waits for no other warp.
 //
+// `kWhole`: pieces are whole, no row and no chunk of theirs is missing, which saves asking.
+//
 // Use: kStages times `fetch` (or `skip`, at the end of the work), then for each piece `front`,
 // `load` for its chunks, `pop`, and again one of `fetch` and `skip`.
-template <typename Format, int kWarps, int kChunks, int kStages>
+template <typename Format, int kWarps, int kChunks, int kStages, bool kWhole = false>
 class TileStream {
  public:
   static constexpr int kPiece = kWarps * kChunks * Format::kChunk;  // elements of a row
@@ -30,11 +32,18 @@ class TileStream {
   __device__ __forceinline__ TileStream(uint8_t* stages, int warp)
       : stages_(stages + warp * kStages * kStageBytes), warp_(warp) {}
 
+  using Lane = typename Format::template Lane<kChunks, kWhole>;
+
   // Piece `piece` of a tile is the next one.
   __device__ __forceinline__ void fetch(const typename Format::Matrix& matrix, const TileRows& rows,
                                         int width, int piece) {
-    typename Format::template Lane<kChunks> from;
+    Lane from;
     from.find(matrix, rows, width);
+    fetch(from, piece);
+  }
+
+  // The same of a tile that has been found.
+  __device__ __forceinline__ void fetch(const Lane& from, int piece) {
     from.fetch(shared_address(stages_) + static_cast<uint32_t>(in_ * kStageBytes), chunk_of(piece));
     close_copies();
     in_ = in_ + 1 == kStages ? 0 : in_ + 1;

@@ -94,7 +94,8 @@ struct Nvfp4 {
   }
 
   // A lane's part of a tile: where its rows begin, and the elements they have (0: no such row).
-  template <int kChunks>
+  // `kWhole`: all rows and all chunks are there.
+  template <int kChunks, bool kWhole>
   struct Lane {
     // Two lanes copy a row's scales, 16 bytes at a time where a piece has as many, else 4.
     static constexpr int kLanes = 2;
@@ -121,6 +122,15 @@ struct Nvfp4 {
 
     __device__ __forceinline__ void fetch(uint32_t stage, int first_chunk) const {
       const int lane = static_cast<int>(threadIdx.x) % kWarp;
+      if constexpr (kWhole) {
+        fetch_whole(stage, first_chunk, lane);
+      } else {
+        fetch_part(stage, first_chunk, lane);
+      }
+    }
+
+   private:
+    __device__ __forceinline__ void fetch_part(uint32_t stage, int first_chunk, int lane) const {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int element = (first_chunk + i) * kChunk;
@@ -141,6 +151,29 @@ struct Nvfp4 {
           copy_16_async(row + static_cast<uint32_t>(byte), from, there);
         } else {
           copy_4_async(row + static_cast<uint32_t>(byte), from, there);
+        }
+      }
+    }
+
+    __device__ __forceinline__ void fetch_whole(uint32_t stage, int first_chunk, int lane) const {
+      static_assert(!kWhole || kCopyBytes == 16);
+      constexpr int kChunkBytes = kChunk / 2;  // of a row's codes
+      const uint32_t to = stage + static_cast<uint32_t>(lane * kVectorBytes);
+      const uint8_t* low_codes = low + first_chunk * kChunkBytes;
+      const uint8_t* high_codes = high + first_chunk * kChunkBytes;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        copy_16_async(to + i * kCodeBytes, low_codes + i * kChunkBytes);
+        copy_16_async(to + i * kCodeBytes + kWarp * kVectorBytes, high_codes + i * kChunkBytes);
+      }
+      const uint32_t row = stage + static_cast<uint32_t>(kChunks * kCodeBytes +
+                                                         lane / kLanes * kChunks * kScaleBytes);
+      const uint8_t* from = scales + first_chunk * kScaleBytes;
+#pragma unroll
+      for (int i = 0; i < kCopies; i += kLanes) {
+        const int copy = i + lane % kLanes;
+        if (i + kLanes <= kCopies || copy < kCopies) {
+          copy_16_async(row + static_cast<uint32_t>(copy * 16), from + copy * 16);
         }
       }
     }
@@ -225,7 +258,7 @@ struct Bf16 {
     return {matrix.elements + row * width};
   }
 
-  template <int kChunks>
+  template <int kChunks, bool kWhole>
   struct Lane {
     const uint16_t* low;
     const uint16_t* high;
@@ -247,9 +280,14 @@ struct Bf16 {
       for (int i = 0; i < kChunks * kVectors; ++i) {
         const int element = first_chunk * kChunk + i * (kChunk / kVectors);
         const uint32_t to = stage + static_cast<uint32_t>((2 * i * kWarp + lane) * kVectorBytes);
-        const int mine = element + lane % 4 * kVectorElements;
-        copy_16_async(to, low + element, mine < low_width);
-        copy_16_async(to + kWarp * kVectorBytes, high + element, mine < high_width);
+        if constexpr (kWhole) {
+          copy_16_async(to, low + element);
+          copy_16_async(to + kWarp * kVectorBytes, high + element);
+        } else {
+          const int mine = element + lane % 4 * kVectorElements;
+          copy_16_async(to, low + element, mine < low_width);
+          copy_16_async(to + kWarp * kVectorBytes, high + element, mine < high_width);
+        }
       }
     }
   };

@@ -45,7 +45,9 @@ def why_not(device: torch.device) -> str | None:
 
 @cache
 def _why_not(index: int) -> str | None:
-    return native.cuda_why_not(torch.cuda.get_device_capability(index))
+    if torch.version.cuda is None:
+        return "The native library's kernels are for NVIDIA GPUs, and this torch is for others."
+    return native.cuda_why_not(torch.cuda.get_device_capability(index), native.driver_cuda())
 
 
 def _choice(name: str, fast: Body, general: Body) -> Body:

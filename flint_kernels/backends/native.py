@@ -8,8 +8,10 @@ a missing library is a matter of speed: :func:`why_not` tells the reason.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import threading
 from functools import cache
 from pathlib import Path
@@ -51,10 +53,12 @@ def _load_once(path: Path) -> str | None:
 
 
 @cache
-def cuda_why_not(capability: tuple[int, int]) -> str | None:
+def cuda_why_not(capability: tuple[int, int], driver: tuple[int, int] | None = None) -> str | None:
     """Why the library's kernels do not run on a GPU of this compute capability, or None.
 
-    A kernel is machine code for one architecture, and there is none to fall back on.
+    A kernel is machine code for one architecture, and there is none to fall back on. `driver`: the
+    CUDA version that the GPU's driver is for, where it is known; the library brings the runtime of
+    the CUDA that it was built with, whichever CUDA torch has.
     """
     if (reason := why_not()) is not None:
         return reason
@@ -67,11 +71,33 @@ def cuda_why_not(capability: tuple[int, int]) -> str | None:
         )
     wanted = "sm_{}{}".format(*capability)
     if any(name.rstrip("af") == wanted for name in built):
-        return None
+        return _driver_why_not(info["cuda_compiler"], driver)
     return (
         f"The native library has no kernels for this GPU: it has code for {', '.join(built)}, and "
         f"the GPU needs {wanted}. To build it, set FLINT_KERNELS_CUDA_ARCHS and {_REBUILD}."
     )
+
+
+def _driver_why_not(compiler: str, driver: tuple[int, int] | None) -> str | None:
+    found = re.search(r"release (\d+)\.(\d+)", compiler)
+    if driver is None or found is None or driver[0] >= int(found[1]):
+        return None
+    return (
+        f"The native library's kernels do not run under this driver: they were built with CUDA "
+        f"{found[1]}.{found[2]} and need a driver for CUDA {found[1]}, and this one is for CUDA "
+        f"{driver[0]}.{driver[1]}. Update the driver; torch may stay as it is."
+    )
+
+
+@cache
+def driver_cuda() -> tuple[int, int] | None:
+    """The CUDA version that the NVIDIA driver is for, such as (13, 0); None without a driver."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else (version.value // 1000, version.value % 1000 // 10)
 
 
 def build_info(path: Path = LIBRARY_PATH) -> dict[str, Any]:

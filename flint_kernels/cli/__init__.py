@@ -5,8 +5,9 @@ and sets `run` as its default, and `run(arguments) -> int`, the exit status. It 
 needs inside `run`. Even `--help` takes the seconds that importing torch does: this module is in a
 package that registers the ops.
 
-Exit status: 0; 2 where the arguments, or the files that they name, are at fault, with one line on
-stderr; 130 after Ctrl-C. Anything else is a fault of ours and shows its traceback.
+Exit status: 0; 1 where a benchmark failed; 2 where the arguments, or the files that they name, are
+at fault, with one line on stderr; 130 after Ctrl-C. Anything else is a fault of ours and shows its
+traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
-COMMANDS = ("generate", "validate", "info")
+COMMANDS = ("generate", "validate", "convert", "bench", "info")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -37,7 +37,7 @@ def collect() -> dict[str, Any]:
 
     import flint_kernels
     from flint_kernels import results
-    from flint_kernels.backends import native
+    from flint_kernels.backends import cuda, native
     from flint_kernels.ops import REGISTRY, VALUE_CHECKS_VARIABLE
 
     why_not = native.why_not()
@@ -45,6 +45,7 @@ def collect() -> dict[str, Any]:
         {
             "name": torch.cuda.get_device_name(index),
             "capability": "{}.{}".format(*torch.cuda.get_device_capability(index)),
+            "kernels_why_not": cuda.why_not(torch.device("cuda", index)),
         }
         for index in range(torch.cuda.device_count())
     ]
@@ -72,7 +73,9 @@ def _text(report: dict[str, Any]) -> str:
     versions = [f"{name} {version or '-'}" for name, version in report["versions"].items()]
     devices = report["devices"]
     gpus = [f"{gpu['name']} (compute capability {gpu['capability']})" for gpu in devices["gpus"]]
-    native = report["native"]["why_not"] or "loaded"
+    native = [report["native"]["why_not"] or "loaded"]
+    for gpu in devices["gpus"]:
+        native.append(f"{gpu['name']}: {gpu['kernels_why_not'] or 'its kernels are in use'}")
     environment = [
         f"{name}={value}" if value is not None else f"{name} is not set"
         for name, value in report["environment"].items()
@@ -82,7 +85,7 @@ def _text(report: dict[str, Any]) -> str:
     sections = {
         "versions": versions,
         "devices": [f"{devices['cpu']}, {devices['threads']} threads", *gpus],
-        "native library": [native],
+        "native library": native,
         "environment": environment,
         "ops and their bodies": ops,
     }

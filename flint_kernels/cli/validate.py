@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write result rows (JSON); its folder is made"
     )
+    parser.add_argument(
+        "--json", action="store_true", help="the result rows, one JSON object, in place of tables"
+    )
     parser.set_defaults(run=run)
 
 
@@ -77,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         rows += _validate(checkpoint, documents, title, device, arguments)
     if arguments.output is not None:
         results.write(arguments.output, rows, meta)
+    if arguments.json:
+        sys.stdout.write(json.dumps({"meta": meta, "rows": rows}) + "\n")
     return 0
 
 
@@ -106,13 +112,14 @@ def _validate(
     with _progress(len(tokens) * len(paths)) as progress:
         found = validate(model, tokens, paths=paths, batch=arguments.batch, progress=progress)
     summaries = {path: summarize(comparison) for path, comparison in found.items()}
-    count = len(tokens) * arguments.context
-    intervals = "95% intervals" if len(tokens) > 1 else "one sequence gives no intervals"
-    sys.stdout.write(
-        f"{checkpoint} ({model.weight_format}) on {device}: {count} tokens in sequences of "
-        f"{arguments.context}, {title}; {intervals}\n{table(summaries)}"
-    )
-    sys.stdout.flush()
+    if not arguments.json:
+        count = len(tokens) * arguments.context
+        intervals = "95% intervals" if len(tokens) > 1 else "one sequence gives no intervals"
+        sys.stdout.write(
+            f"{checkpoint} ({model.weight_format}) on {device}: {count} tokens in sequences of "
+            f"{arguments.context}, {title}; {intervals}\n{table(summaries)}"
+        )
+        sys.stdout.flush()
     return result_rows(model_name(checkpoint), model.weight_format, summaries)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flint_kernels.formats.repack import modelopt_to_gguf
 from flint_kernels.loading.names import Kind, Target, checkpoint_tensors, hf_targets
+from flint_kernels.loading.progress import progress_bar
 from flint_kernels.loading.safetensors import INDEX_NAME
 from flint_kernels.model.config import FlintConfig
 from flint_kernels.model.flint import Flint
@@ -31,30 +32,41 @@ PathLike = str | os.PathLike[str]
 
 
 def save_modelopt(
-    model: Flint, folder: PathLike, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    model: Flint,
+    folder: PathLike,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool | None = None,
 ) -> None:
     """ModelOpt NVFP4 safetensors and config.json into `folder`, which is made if need be.
 
     One file, or shards with an index where there is more than `max_shard_bytes`; a shard is in
-    host memory while it is written.
+    host memory while it is written. `progress`: whether to show a bar on stderr; None: where that
+    is a terminal.
 
     Raises:
         ValueError: `model` is not NVFP4.
     """
     _want_format(model, "nvfp4")
-    _save_safetensors(model, Path(folder), max_shard_bytes)
+    _save_safetensors(model, Path(folder), max_shard_bytes, progress)
 
 
-def save_bf16(model: Flint, folder: PathLike, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def save_bf16(
+    model: Flint,
+    folder: PathLike,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool | None = None,
+) -> None:
     """BF16 safetensors and config.json into `folder`; as `save_modelopt`, for a BF16 model."""
     _want_format(model, "bf16")
-    _save_safetensors(model, Path(folder), max_shard_bytes)
+    _save_safetensors(model, Path(folder), max_shard_bytes, progress)
 
 
-def save_gguf(model: Flint, path: PathLike) -> None:
+def save_gguf(model: Flint, path: PathLike, *, progress: bool | None = None) -> None:
     """An NVFP4 GGUF file, and its config.json in the same folder; one tensor at a time.
 
-    Norms, router and embedding are written as BF16, sinks as F32.
+    Norms, router and embedding are written as BF16, sinks as F32. `progress` as in `save_modelopt`.
 
     Raises:
         ImportError: the `gguf` package is not installed.
@@ -87,8 +99,12 @@ def save_gguf(model: Flint, path: PathLike) -> None:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         parameters = _parameters(model)
-        for name, target in _gguf_tensors(model.config):
-            writer.write_tensor_data(_gguf_data(target, name, parameters))
+        n_bytes = sum(parameter.nbytes for parameter in parameters.values())
+        with progress_bar(path.name, n_bytes, progress) as advance:
+            for name, target in _gguf_tensors(model.config):
+                data = _gguf_data(target, name, parameters)
+                writer.write_tensor_data(data)
+                advance(data.nbytes)
     except BaseException:
         writer.close()
         partial.unlink(missing_ok=True)
@@ -119,24 +135,29 @@ def _parameters(model: Flint) -> dict[str, Tensor]:
 # --------------------------------------------------------------------------- safetensors
 
 
-def _save_safetensors(model: Flint, folder: Path, max_shard_bytes: int) -> None:
+def _save_safetensors(
+    model: Flint, folder: Path, max_shard_bytes: int, progress: bool | None
+) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     shards = _shards(model, max_shard_bytes)
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        if len(shards) == 1:
-            file = "model.safetensors"
-        parameters = _parameters(model)
-        tensors = {
-            name: view.cpu().contiguous()
-            for name, view in _hf_views(model, parameters)
-            if name in names
-        }
-        save_file(tensors, str(folder / file), metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
+    parameters = _parameters(model)
+    n_bytes = sum(parameter.nbytes for parameter in parameters.values())
+    with progress_bar(folder.name, n_bytes, progress) as advance:
+        for number, names in enumerate(shards, start=1):
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            if len(shards) == 1:
+                file = "model.safetensors"
+            tensors = {
+                name: view.cpu().contiguous()
+                for name, view in _hf_views(model, parameters)
+                if name in names
+            }
+            save_file(tensors, str(folder / file), metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file)
+            advance(sum(tensor.nbytes for tensor in tensors.values()))
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(p.nbytes for p in model.parameters())},

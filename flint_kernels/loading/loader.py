@@ -59,6 +59,20 @@ def load(
     return model
 
 
+def load_into(model: Flint, source: Source, *, progress: bool | None = None) -> None:
+    """Fills a model that was made for this checkpoint: its config and its weight format.
+
+    Args and errors as in `load`; and ValueError where the checkpoint has the other weight format.
+    """
+    with closing(open_checkpoint(find(source), model.config)) as checkpoint:
+        if checkpoint.weight_format != model.weight_format:
+            raise ValueError(
+                f"source: got {source}, which has {checkpoint.weight_format} weights; want "
+                f"{model.weight_format}, the model's"
+            )
+        _fill(model, checkpoint, progress)
+
+
 def open_checkpoint(files: Files, config: FlintConfig) -> Checkpoint:
     """The files, checked against the config; no weight is read yet."""
     if files.is_gguf:
@@ -82,6 +96,7 @@ def allocate(
 def _fill(model: Flint, checkpoint: Checkpoint, progress: bool | None) -> None:
     transfer = Transfer(model)
     need = f"{checkpoint.source}: {size(SLICE_BYTES)} of host memory are needed beside the module"
-    with needing(need), progress_bar(checkpoint, progress) as advance:
+    bar = progress_bar(checkpoint.source.name, checkpoint.n_bytes, progress)
+    with needing(need), bar as advance:
         for n_bytes in checkpoint.read(transfer):
             advance(n_bytes)

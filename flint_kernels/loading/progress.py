@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from flint_kernels.loading.checkpoint import Checkpoint
 
 
 @contextmanager
-def progress_bar(checkpoint: Checkpoint, show: bool | None) -> Iterator[Callable[[int], object]]:
-    """Gives a function that is told the bytes done; `show` None: where stderr is a terminal."""
+def progress_bar(title: str, n_bytes: int, show: bool | None) -> Iterator[Callable[[int], object]]:
+    """Gives a function that is told the bytes done, of `n_bytes` in all.
+
+    `show` None: where stderr is a terminal.
+    """
     if show is None:
         show = sys.stderr.isatty()
     if not show:
@@ -21,11 +20,5 @@ def progress_bar(checkpoint: Checkpoint, show: bool | None) -> Iterator[Callable
         return
     from tqdm import tqdm
 
-    with tqdm(
-        total=checkpoint.n_bytes,
-        desc=checkpoint.source.name,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-    ) as bar:
+    with tqdm(total=n_bytes, desc=title, unit="B", unit_scale=True, unit_divisor=1024) as bar:
         yield bar.update

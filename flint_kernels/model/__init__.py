@@ -5,6 +5,7 @@ from flint_kernels.model.buffers import DecodeBuffers
 from flint_kernels.model.cache import LayerCache, OutOfPagesError, PagedKVCache
 from flint_kernels.model.calls import Launch
 from flint_kernels.model.config import FlintConfig
+from flint_kernels.model.dynamic import mark_any_size
 from flint_kernels.model.flint import Flint
 from flint_kernels.model.rope import cos_sin_table
 
@@ -20,4 +21,5 @@ __all__ = [
     "PagedKVCache",
     "PrefillBatch",
     "cos_sin_table",
+    "mark_any_size",
 ]

@@ -418,12 +418,17 @@ class PagedKVCache:
             raise _error("requests", request, f"a live request, one of {self.requests}")
 
     def _tables(self, requests: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The rows of both tables; a view where the requests are 0, 1, 2 ... in order."""
+        """The rows of both tables; a view where the requests are 0, 1, 2 ... in order.
+
+        To torch.compile the two must be tensors of one kind, or a compiled model would be compiled
+        twice: the view comes without its base (`.data`), the copy is no inference tensor.
+        """
         count = len(requests)
         if list(requests) == list(range(count)):
-            return self.block_table[:count], self.window_block_table[:count]
-        rows = torch.tensor(requests, dtype=torch.int64).to(self.device, non_blocking=True)
-        return self.block_table[rows], self.window_block_table[rows]
+            return self.block_table[:count].data, self.window_block_table[:count].data
+        with torch.inference_mode(False):
+            rows = torch.tensor(requests, dtype=torch.int64).to(self.device, non_blocking=True)
+            return self.block_table[rows], self.window_block_table[rows]
 
     def _send(self, *fields: Sequence[int] | Tensor) -> list[Tensor]:
         """int32 copies of `fields` on the device, sent in one transfer."""

@@ -212,6 +212,8 @@ class Flint(FormatModule):
         self, input_ids: Tensor, batch: Batch, cache: PagedKVCache, launch: Launch
     ) -> tuple[Tensor, Tensor]:
         """The last layer's output and the residual, which the final norm adds up: [T, H] each."""
+        if isinstance(batch, PrefillBatch):  # by which torch.compile knows one size from the other
+            torch._check(batch.cu_seqlens.shape[0] == batch.block_table.shape[0] + 1)
         # A kernel of torch's, launched ordinarily: it starts once whatever wrote the batch and the
         # ids is complete, and lets nothing start before its last CTA has ended. So every kernel of
         # the ops finds positions, slots, tables and lengths complete, even one that is launched
