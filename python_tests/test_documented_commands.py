@@ -44,6 +44,7 @@ ELSEWHERE = {
     "python docs/generate_ops.py": ("python_tests/test_docs.py", '"generate_ops.py"'),
     "python docs/generate_architectures.py": (
         "python_tests/test_architectures.py", "generate_architectures.py"),
+    "python docs/generate_faults.py": ("python_tests/test_fault_cases.py", "generate_faults.py"),
     "python -m microbench.tables": ("python_tests/test_docs.py", '"tables.py"'),
     "python3.13 -m flint_kernels.flint_tiny.corpus": (
         "python_tests/test_flint_tiny_training.py", "corpus.build("),
