@@ -105,6 +105,44 @@ CASES = (
 )  # fmt: skip
 
 
+# What these searches found in this package: the fault, what found it, what closes its kind, a test.
+PROPERTY, FUZZER, BY_HAND = "property test", "fuzzer", "test of this page"
+FOUND = (
+    ("rows of width 0 ended in an error of torch's", PROPERTY, "`flat_rows`",
+     "test_no_columns_at_all"),
+    ("no rows at q/k norm and RoPE did too", PROPERTY, "sizes are named, not left to `reshape`",
+     "test_a_legal_call_is_right"),
+    ("a skipped expert entry was NaN where expert 0's global scale was", PROPERTY,
+     "`_entry_scales`", "test_a_skipped_entry_takes_no_scale"),
+    ("an epsilon below FP32's range was taken, and was 0", PROPERTY, "`Checker.positive`",
+     "test_an_epsilon_that_fp32_has_not"),
+    ("None for a tensor ended in an error of torch's C shim", PROPERTY, "`_check_given`",
+     "test_none_in_place_of_a_tensor"),
+    ("so did a tensor of the meta device beside one of the CPU", PROPERTY, "`code_of`",
+     "test_a_tensor_without_memory_beside_one_of_the_cpu"),
+    ("a tokenizer whose merges lack its prefix ended the process", FUZZER, "`_check_merges`",
+     "test_a_prefix_that_a_merge_has_not"),
+    ("errors and panics of the tokenizer's package were no ValueErrors", FUZZER,
+     "`_errors_are_values`", "test_errors_of_the_package_are_value_errors"),
+    ("a tokenizer could pad to any length and multiply a text", BY_HAND, "`parse`, `_growth`",
+     "test_replacements_that_multiply_a_text_are_refused"),
+    ("a JSON file had no bound, could be a pipe, or have a key twice", BY_HAND, "`read_json`",
+     "test_json_is_read_within_bounds"),
+    ("a model or cache that did not fit ended the process on the CPU", BY_HAND, "`room_for`",
+     "test_a_model_that_does_not_fit_is_refused_before_it_is_made"),
+    ("of threads with first calls together one lost the C++ library for all", BY_HAND,
+     "`_load_once`, under a lock",
+     "test_threads_whose_first_calls_come_together_load_one_library"),
+    ("any version of a dependency was taken, with functions missing in some", BY_HAND,
+     "lower bounds", "test_dependencies_of_the_package_have_a_lower_bound_and_a_reason"),
+)  # fmt: skip
+
+
+def found() -> str:
+    lines = [[fault, by, closed, f"`{test}`"] for fault, by, closed, test in FOUND]
+    return table(["fault", "found by", "closed by", "test"], lines)
+
+
 def test_functions() -> Iterator[tuple[str, str]]:
     """(device, name) of every test function of the tree."""
     for path in sorted(TESTS.rglob("*.py")):
@@ -204,6 +242,8 @@ def document() -> str:
         never_run=NEVER_RUN,
         cases=len(CASES),
         table=cases(),
+        found=found(),
+        count=len(FOUND),
         properties=figures("cpu", "properties", "calls", ("examples", "failures")),
         properties_gpu=figures("h200", "properties", "calls", ("examples", "failures")),
         fuzz=figures("cpu", "fuzz", "target", ("executions", "findings")),
@@ -236,6 +276,12 @@ about. Tests on a GPU run there by `make gpu-test`, those of C7 that need two of
 `make gpu-test-two`. {never_run}
 
 {table}
+
+## Found here
+
+{count} faults of this package that these searches found, all closed:
+
+{found}
 
 ## Property tests
 

@@ -74,6 +74,12 @@ def test_every_family_of_faults_is_planted() -> None:
     }  # fmt: skip
 
 
+def test_what_was_found_has_its_test() -> None:
+    tests = {name for _, name in generator().test_functions()}
+    for fault, _, _, test in generator().FOUND:
+        assert test in tests, fault
+
+
 def test_what_closes_a_case_is_in_the_sources() -> None:
     """Names in code spans, as far as they are names: a helper that is gone closes nothing."""
     sources = "\n".join(
@@ -82,7 +88,8 @@ def test_what_closes_a_case_is_in_the_sources() -> None:
         for path in sorted((ROOT / folder).rglob("*"))
         if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh")
     )
-    for case in CASES:
-        for span in re.findall(r"`([^`]+)`", case.closed_by):
+    closing = [case.closed_by for case in CASES] + [found[2] for found in generator().FOUND]
+    for text in closing:
+        for span in re.findall(r"`([^`]+)`", text):
             *_, name = re.split(r"[./]", span.removesuffix(".h").removeprefix("@"))
-            assert re.search(rf"\b{name}\b", sources), f"{case.id}: {span}"
+            assert re.search(rf"\b{name}\b", sources), text
