@@ -9,38 +9,10 @@
 #include "cuda/router.h"
 #include "torch/cuda_binding.h"
 #include "torch/cuda_cache.h"
+#include "torch/cuda_weights.h"
 
 namespace flint {
 namespace {
-
-bool dense(const Tensor& tensor, ScalarType type) {
-  return tensor.scalar_type() == type && tensor.is_contiguous();
-}
-
-// Weights, NVFP4 where there are scales and else BF16, and whether a kernel can read them.
-struct Weights {
-  cuda::WeightMatrix matrix{};
-  const float* scale_2 = nullptr;
-  int64_t scales = 1;  // how many global ones
-  bool readable = false;
-
-  Weights(const CudaCall& call, const Tensor& weight, const std::optional<Tensor>& scale,
-          const std::optional<Tensor>& scale_2) {
-    call.check_on(weight, "weight");
-    if (!scale.has_value()) {
-      readable = dense(weight, ScalarType::BFloat16);
-      matrix = {data<void>(weight), nullptr};
-      return;
-    }
-    call.check_on(*scale, "weight_scale");
-    call.check_on(*scale_2, "weight_scale_2");
-    readable = dense(weight, ScalarType::Byte) && dense(*scale, ScalarType::Float8_e4m3fn) &&
-               dense(*scale_2, ScalarType::Float);
-    matrix = {data<void>(weight), data<void>(*scale)};
-    this->scale_2 = data<float>(*scale_2);
-    scales = scale_2->numel();
-  }
-};
 
 // Whether a CTA of this GPU can have the shared memory that the kernels are laid out for.
 bool roomy(const CudaCall& call) { return call.shared_bytes_a_cta() >= 227 * 1024; }

@@ -1,0 +1,494 @@
+// NVFP4 weights times many tokens on Hopper: out^T = W x^T, dense or for each expert's own tokens.
+//
+// The weights are the left operand of the tensor cores' asynchronous products, and that one may lie
+// in registers: codes are decoded straight into it, and the decoded weights never pass through
+// shared memory. A CTA has 128 rows of weights and up to 256 tokens, in two warpgroups of 64 rows
+// each; while one product runs, a warpgroup decodes the operand of the next. Two warps of a third
+// warpgroup keep copies in flight: one of weights, in steps of 256 columns, one of x, in steps
+// of 64. Two CTAs with neighbouring rows are a cluster; each copies half of x to both. CTAs are
+// persistent: the copies of a tile begin while the results of the one before it are written.
+//
+// A token's sums are taken in the same order whatever the tile is, so its bits depend on it alone.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/device.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/nvfp4_decode.cuh"
+#include "cuda/nvfp4_product.h"
+#include "cuda/pipeline.cuh"
+#include "cuda/silu.cuh"
+#include "cuda/tensor_map.h"
+#include "cuda/wgmma.cuh"
+
+namespace flint::cuda {
+
+inline constexpr int kRowTile = 128;
+inline constexpr int kHalfRows = kRowTile / 2;  // of a warpgroup; with a gate, of gate and of up
+inline constexpr int kWeightColumns = 256, kXColumns = 64;
+inline constexpr int kXSteps = kWeightColumns / kXColumns;  // of x in one of weights
+inline constexpr int kRowGroup = 32;                        // tokens that go out together
+inline constexpr int kCluster = 2;
+
+inline constexpr int kWarpgroup = 4 * kWarp;
+inline constexpr int kProducts = 2;  // warpgroups that multiply
+inline constexpr int kProductThreads = (kProducts + 1) * kWarpgroup;
+
+inline constexpr uint32_t kCodesBytes = kRowTile * kWeightColumns / 2;
+inline constexpr uint32_t kScalesBytes = kRowTile * kWeightColumns / 16;
+inline constexpr uint32_t kWeightBytes = kCodesBytes + kScalesBytes;
+inline constexpr uint32_t kXRowBytes = kXColumns * 2;
+inline constexpr uint32_t kOutBytes = kRowGroup * kHalfRows * 2;  // of a warpgroup, twice
+
+// How a CTA is laid out for tiles of at most `kTokens_`, copied in boxes of `kBox_`, `kCtas_` CTAs
+// on a multiprocessor.
+template <int kTokens_, int kBox_, int kCtas_, int kXStages_, int kWeightStages_>
+struct ProductPlan {
+  static constexpr int kTokens = kTokens_, kBox = kBox_, kCtas = kCtas_;
+  static constexpr int kXStages = kXStages_, kWeightStages = kWeightStages_;
+  static constexpr uint32_t kXBytes = kTokens * kXRowBytes;
+  static constexpr uint32_t kX = 0;
+  static constexpr uint32_t kWeights = kX + kXStages * kXBytes;
+  static constexpr uint32_t kOut = kWeights + kWeightStages * kWeightBytes;
+  static constexpr uint32_t kBarriers = kOut + kProducts * 2 * kOutBytes;
+  static constexpr uint32_t kEnd = kBarriers + 16 * (kXStages + kWeightStages);
+  static constexpr uint32_t kSharedBytes = kEnd + 1024;  // the start is moved to 1024 bytes
+  static_assert(kXBytes % 1024 == 0 && kTokens % kBox == 0 && kBox * kXRowBytes % 1024 == 0);
+  static_assert(kCtas * (kSharedBytes + 1024) <= 228 * 1024);
+
+  // Of 16 columns: how many are decoded and multiplied together.
+  static constexpr int kBlocks = kCtas == 1 ? 4 : 2;
+  // The registers of a thread once each warpgroup has what it needs: two multiply, one copies.
+  static constexpr int kMultiplying = kCtas == 1 ? 232 : 104, kCopying = kCtas == 1 ? 40 : 32;
+};
+
+// Which tokens a tile has: rows [first, first + count) of x.
+struct TokenTile {
+  int expert, first, count, padding;
+};
+
+struct ProductJob {
+  CUtensorMap codes, scales, x;
+  const float* scale_2;  // [experts, shards]
+  uint16_t* out;
+  const int32_t* out_row;      // of each row of x; null: the same
+  const TokenTile* tiles;      // null: one expert, `tokens` rows
+  const int32_t* tile_count;   // how many tiles there are
+  int tokens;                  // of the one expert
+  int features;                // of the output
+  int weight_rows;             // of an expert
+  int row_pairs;               // of row tiles
+  int steps;                   // of kWeightColumns
+  int shards;                  // of an expert's rows
+  int shard_end[kMostShards];  // the last one's is above every row
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// The bits of `first` under the mask, else those of `second`.
+__device__ __forceinline__ uint32_t choose_bits(uint32_t mask, uint32_t first, uint32_t second) {
+  uint32_t chosen;  // by one instruction, which the compiler does not find
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(chosen) : "r"(first), "r"(second), "r"(mask));
+  return chosen;
+}
+
+// A row's eight codes of 16 columns that belong to lane t of four (2t, 2t + 1, 2t + 8, 2t + 9), out
+// of the two words that hold them all; as BF16 pairs, times `scale`.
+__device__ __forceinline__ void decode_block(uint32_t first, uint32_t second, uint32_t selector,
+                                             uint32_t scale, uint32_t& low, uint32_t& high) {
+  constexpr uint32_t kMagnitudes = 0x01c001c0u, kSigns = 0x80008000u;
+  // The lane's byte of both words, twice; then the even codes of the lower half stand where the odd
+  // ones of the upper half do: in bits 4-7 those of the first word, in bits 12-15 of the second.
+  const uint32_t bytes = __byte_perm(first, second, selector);
+  const uint32_t codes = choose_bits(0x0000ffffu, bytes << 4, bytes);
+  const uint32_t one = (codes & 0x00f000f0u) * ((1u << 8) + (1u << 2)) & (kMagnitudes | kSigns);
+  const uint32_t two = (codes & kSigns) | (codes >> 6 & kMagnitudes);
+  low = multiply_bf16_pairs(one, scale);
+  high = multiply_bf16_pairs(two, scale);
+}
+
+__device__ __forceinline__ uint4 load_shared(uint32_t from) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(from)
+               : "memory");
+  return value;
+}
+
+// Four 8 x 8 matrices of BF16, each stored with its columns as rows of 16 bytes; lanes 8m ... 8m +
+// 7 name where those of matrix m go.
+__device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&matrix)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(matrix[0]), "r"(matrix[1]), "r"(matrix[2]), "r"(matrix[3])
+               : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// What is left of gate and up. Dense layers round both first and take the exact exponential.
+template <ProductOutput kOutput>
+__device__ __forceinline__ float gated(float gate, float up) {
+  if constexpr (kOutput == ProductOutput::kSiluOfRounded) {
+    return silu(rounded(uint16_t{}, gate)) * rounded(uint16_t{}, up);
+  } else {
+    return gate * __fdividef(1.0f, 1.0f + __expf(-gate)) * up;
+  }
+}
+
+template <typename Plan>
+struct Barriers {
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t x_full(int stage) const { return base + 8 * stage; }
+  __device__ __forceinline__ uint32_t x_empty(int stage) const {
+    return x_full(Plan::kXStages + stage);
+  }
+  __device__ __forceinline__ uint32_t weights_full(int stage) const {
+    return x_full(2 * Plan::kXStages + stage);
+  }
+  __device__ __forceinline__ uint32_t weights_empty(int stage) const {
+    return x_full(2 * Plan::kXStages + Plan::kWeightStages + stage);
+  }
+};
+
+// The tiles of this cluster, one after the other.
+template <typename Plan>
+struct Tiles {
+  const ProductJob& job;
+  int index, step, count;
+
+  __device__ __forceinline__ explicit Tiles(const ProductJob& job)
+      : job(job),
+        index(static_cast<int>(blockIdx.x) / kCluster),
+        step(static_cast<int>(gridDim.x) / kCluster) {
+    const int token_tiles = job.tiles != nullptr
+                                ? *static_cast<const volatile int32_t*>(job.tile_count)
+                                : (job.tokens + Plan::kTokens - 1) / Plan::kTokens;
+    count = token_tiles * job.row_pairs;
+  }
+
+  __device__ __forceinline__ bool done() const { return index >= count; }
+  __device__ __forceinline__ void advance() { index += step; }
+
+  __device__ __forceinline__ TokenTile tokens() const {
+    const int at = index / job.row_pairs;
+    if (job.tiles != nullptr) {
+      const int4 tile = __ldcg(reinterpret_cast<const int4*>(job.tiles + at));
+      return {tile.x, tile.y, tile.z, 0};
+    }
+    const int first = at * Plan::kTokens;
+    return {0, first, min(job.tokens - first, Plan::kTokens), 0};
+  }
+
+  // The first row of this CTA in the output.
+  template <ProductOutput kOutput>
+  __device__ __forceinline__ int row() const {
+    constexpr int kRows = kOutput == ProductOutput::kRounded ? kRowTile : kHalfRows;
+    return (index % job.row_pairs * kCluster + static_cast<int>(cluster_rank())) * kRows;
+  }
+};
+
+// How many rows of x a tile of `count` tokens multiplies.
+__device__ __forceinline__ int boxed_rows(int count, int box) {
+  return (count + box - 1) / box * box;
+}
+
+template <typename Plan>
+__device__ __forceinline__ void copy_x(const ProductJob& job, uint32_t shared,
+                                       const Barriers<Plan>& barriers) {
+  const int rank = static_cast<int>(cluster_rank());
+  Ring<Plan::kXStages> ring;
+  for (Tiles<Plan> tiles(job); !tiles.done(); tiles.advance()) {
+    const TokenTile tokens = tiles.tokens();
+    const int rows = boxed_rows(tokens.count, Plan::kBox);
+    for (int step = 0; step < job.steps * kXSteps; ++step) {
+      await_phase(barriers.x_empty(ring.stage), ring.parity ^ 1);
+      expect_bytes(barriers.x_full(ring.stage), static_cast<uint32_t>(rows) * kXRowBytes);
+      const uint32_t to = shared + Plan::kX + ring.stage * Plan::kXBytes;
+      for (int row = rank * Plan::kBox; row < rows; row += kCluster * Plan::kBox) {
+        copy_box_to((1 << kCluster) - 1, to + row * kXRowBytes, job.x, tokens.first + row,
+                    step * kXColumns, barriers.x_full(ring.stage));
+      }
+      ring.advance();
+    }
+  }
+}
+
+template <typename Plan, ProductOutput kOutput>
+__device__ __forceinline__ void copy_weights(const ProductJob& job, uint32_t shared,
+                                             const Barriers<Plan>& barriers) {
+  Ring<Plan::kWeightStages> ring;
+  for (Tiles<Plan> tiles(job); !tiles.done(); tiles.advance()) {
+    const int low = tiles.tokens().expert * job.weight_rows + tiles.template row<kOutput>();
+    const int high = low + (kOutput == ProductOutput::kRounded ? kHalfRows : job.features);
+    for (int step = 0; step < job.steps; ++step) {
+      const uint32_t barrier = barriers.weights_full(ring.stage);
+      await_phase(barriers.weights_empty(ring.stage), ring.parity ^ 1);
+      expect_bytes(barrier, kWeightBytes);
+      const uint32_t codes = shared + Plan::kWeights + ring.stage * kWeightBytes;
+      const uint32_t scales = codes + kCodesBytes;
+      copy_box(codes, job.codes, low, step * (kWeightColumns / 2), barrier);
+      copy_box(codes + kCodesBytes / 2, job.codes, high, step * (kWeightColumns / 2), barrier);
+      copy_box(scales, job.scales, low, step * (kWeightColumns / 16), barrier);
+      copy_box(scales + kScalesBytes / 2, job.scales, high, step * (kWeightColumns / 16), barrier);
+      ring.advance();
+    }
+  }
+}
+
+// A warpgroup that multiplies.
+template <typename Plan, ProductOutput kOutput>
+struct Multiplier {
+  static constexpr bool kGated = kOutput != ProductOutput::kRounded;
+
+  const ProductJob& job;
+  uint32_t shared;
+  Barriers<Plan> barriers;
+  int group, warp, lane;  // of the warpgroups, in it, of the warp
+  int low, high;          // the thread's two rows in the CTA's tile
+  uint32_t low_codes, high_codes;
+  uint32_t selector;
+  Ring<Plan::kXStages> x;
+  Ring<Plan::kWeightStages> weights;
+  int turn = 0;  // which of two buffers results go out through
+
+  __device__ __forceinline__ Multiplier(const ProductJob& job, uint32_t shared,
+                                        const Barriers<Plan>& barriers)
+      : job(job), shared(shared), barriers(barriers) {
+    const int thread = static_cast<int>(threadIdx.x);
+    group = thread / kWarpgroup;
+    warp = thread % kWarpgroup / kWarp;
+    lane = thread % kWarp;
+    const int row = lane / 4, column = lane % 4;
+    low = kGated ? group * 32 + warp * 8 + row : group * 64 + warp * 16 + row;
+    high = low + (kGated ? kHalfRows : 8);
+    // Chunk c of row r is at chunk c ^ (r % 8), and both rows are `row` there.
+    low_codes = low * (kWeightColumns / 2) + row * 16;
+    high_codes = high * (kWeightColumns / 2) + row * 16;
+    selector = 0x4040u + 0x1111u * column;
+  }
+
+  __device__ __forceinline__ void run() {
+    for (Tiles<Plan> tiles(job); !tiles.done(); tiles.advance()) {
+      const TokenTile tokens = tiles.tokens();
+      const int row = tiles.template row<kOutput>();
+      if constexpr (Plan::kBox == kRowGroup && Plan::kTokens > kRowGroup) {
+        run_smallest<kRowGroup>(tokens, row);
+      } else {
+        run_tile<Plan::kTokens>(tokens, row);
+      }
+    }
+  }
+
+  // With as many columns of the products as the tile needs.
+  template <int kColumns>
+  __device__ __forceinline__ void run_smallest(const TokenTile& tokens, int row) {
+    if constexpr (kColumns == Plan::kTokens) {
+      run_tile<kColumns>(tokens, row);
+    } else if (tokens.count <= kColumns) {
+      run_tile<kColumns>(tokens, row);
+    } else {
+      run_smallest<kColumns + kRowGroup>(tokens, row);
+    }
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void run_tile(const TokenTile& tokens, int row) {
+    float sums[kColumns / 2];
+    multiply<kColumns>(sums);
+    write<kColumns>(sums, tokens, row);
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void multiply(float (&sums)[kColumns / 2]) {
+    int previous = -1;  // the stage of x that the products under way read
+    for (int step = 0; step < job.steps; ++step) {
+      await_phase(barriers.weights_full(weights.stage), weights.parity);
+      const uint32_t codes = shared + Plan::kWeights + weights.stage * kWeightBytes;
+      const uint4 low_scales = load_shared(codes + kCodesBytes + low * 16);
+      const uint4 high_scales = load_shared(codes + kCodesBytes + high * 16);
+#pragma unroll
+      for (int part = 0; part < kXSteps; ++part) {
+        const uint64_t b = right_operand(shared + Plan::kX + x.stage * Plan::kXBytes);
+#pragma unroll
+        for (int first = 0; first < 4; first += Plan::kBlocks) {
+          uint32_t a[Plan::kBlocks][4];
+          decode(a, codes, 2 * part + first / 2, word(low_scales, part), word(high_scales, part));
+          if (part == kXSteps - 1 && first + Plan::kBlocks == 4) {
+            __syncwarp();
+            if (lane == 0) arrive(barriers.weights_empty(weights.stage));
+          }
+          if (first == 0) await_phase(barriers.x_full(x.stage), x.parity);
+          begin_products();
+#pragma unroll
+          for (int block = 0; block < Plan::kBlocks; ++block) {
+            multiply_rows<kColumns>(sums, a[block], b + (first + block) * kNextColumns,
+                                    step > 0 || part > 0 || first + block > 0);
+          }
+          close_products();
+          await_products<1>();
+          if (first == 0) release_x(previous);
+        }
+        previous = x.stage;
+        x.advance();
+      }
+      weights.advance();
+    }
+    await_products<0>();
+    release_x(previous);
+  }
+
+  static __device__ __forceinline__ uint32_t word(const uint4& four, int index) {
+    return index == 0 ? four.x : index == 1 ? four.y : index == 2 ? four.z : four.w;
+  }
+
+  // The left operands of kBlocks times 16 columns, from chunk `first` of 32 columns on.
+  __device__ __forceinline__ void decode(uint32_t (&a)[Plan::kBlocks][4], uint32_t codes, int first,
+                                         uint32_t low_scales, uint32_t high_scales) const {
+#pragma unroll
+    for (int i = 0; i < Plan::kBlocks; i += 2) {
+      const int chunk = first + i / 2;
+      const uint4 l = load_shared((codes + low_codes) ^ static_cast<uint32_t>(chunk << 4));
+      const uint4 h = load_shared((codes + high_codes) ^ static_cast<uint32_t>(chunk << 4));
+      const int shift = 16 * (chunk % 2);
+      const ScalePairs ls = decode_scales(static_cast<uint16_t>(low_scales >> shift));
+      const ScalePairs hs = decode_scales(static_cast<uint16_t>(high_scales >> shift));
+      decode_block(l.x, l.y, selector, ls.first, a[i][0], a[i][2]);
+      decode_block(h.x, h.y, selector, hs.first, a[i][1], a[i][3]);
+      decode_block(l.z, l.w, selector, ls.second, a[i + 1][0], a[i + 1][2]);
+      decode_block(h.z, h.w, selector, hs.second, a[i + 1][1], a[i + 1][3]);
+    }
+  }
+
+  // Both CTAs write into the stage, so both have to know.
+  __device__ __forceinline__ void release_x(int stage) const {
+    if (stage >= 0 && lane < kCluster) arrive_at(lane, barriers.x_empty(stage));
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void write(const float (&sums)[kColumns / 2], const TokenTile& tokens,
+                                        int row) {
+    const float low_scale = scale_of(tokens.expert, row + low);
+    const float high_scale =
+        scale_of(tokens.expert, kGated ? job.features + row + low : row + high);
+#pragma unroll
+    for (int first = 0; first < kColumns; first += kRowGroup) {
+      if (first >= tokens.count) break;
+      const uint32_t buffer = shared + Plan::kOut + (group * 2 + turn) * kOutBytes;
+      turn ^= 1;
+      stage_out(buffer, sums + first / 2, low_scale, high_scale);
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kWarpgroup) : "memory");
+      send_out(buffer, tokens, first, row);
+    }
+  }
+
+  // 32 tokens; in the buffer a token's rows of the warpgroup stand together, their chunks of 16
+  // bytes exchanged so that no two lanes want the same bank.
+  __device__ __forceinline__ void stage_out(uint32_t buffer, const float* sums, float low_scale,
+                                            float high_scale) const {
+    const int matrix = lane / 8, row = lane % 8;
+    if constexpr (kGated) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* s = sums + 4 * i;
+        pairs[i] = pack_bf16(gated<kOutput>(s[0] * low_scale, s[2] * high_scale),
+                             gated<kOutput>(s[1] * low_scale, s[3] * high_scale));
+      }
+      store_transposed(buffer + place(8 * matrix + row, warp), pairs);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const float *s = sums + 4 * i, *n = s + 4;
+        const uint32_t pairs[4] = {pack_bf16(s[0] * low_scale, s[1] * low_scale),
+                                   pack_bf16(s[2] * high_scale, s[3] * high_scale),
+                                   pack_bf16(n[0] * low_scale, n[1] * low_scale),
+                                   pack_bf16(n[2] * high_scale, n[3] * high_scale)};
+        store_transposed(buffer + place(8 * (i + matrix / 2) + row, 2 * warp + matrix % 2), pairs);
+      }
+    }
+  }
+
+  static constexpr int kChunks = kGated ? 4 : 8;  // of 8 rows, in a warpgroup's output
+
+  static __device__ __forceinline__ uint32_t place(int token, int chunk) {
+    const int exchanged = kGated ? chunk ^ (token / 2 % 4) : chunk ^ (token % 8);
+    return static_cast<uint32_t>((token * kChunks + exchanged) * 16);
+  }
+
+  __device__ __forceinline__ void send_out(uint32_t buffer, const TokenTile& tokens, int first,
+                                           int row) const {
+    const int thread = warp * kWarp + lane, chunk = thread % kChunks;
+    const int column = row + (group * kChunks + chunk) * 8;
+    if (column >= job.features) return;
+#pragma unroll
+    for (int token = thread / kChunks; token < kRowGroup; token += kWarpgroup / kChunks) {
+      if (first + token >= tokens.count) break;
+      const uint4 value = load_shared(buffer + place(token, chunk));
+      int64_t to = tokens.first + first + token;
+      if (job.out_row != nullptr) to = __ldcg(job.out_row + to);
+      *reinterpret_cast<uint4*>(job.out + to * job.features + column) = value;
+    }
+  }
+
+  __device__ __forceinline__ float scale_of(int expert, int row) const {
+    int shard = 0;
+#pragma unroll
+    for (int i = 0; i < kMostShards - 1; ++i) shard += row >= job.shard_end[i];
+    shard = min(shard, job.shards - 1);
+    return load_weight(job.scale_2 + int64_t{expert} * job.shards + shard) * kNvfp4SumScale;
+  }
+};
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename Plan, ProductOutput kOutput>
+__device__ __forceinline__ void run_product(const ProductJob& job) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t dynamic[];
+  const uint32_t shared = (shared_address(dynamic) + 1023) & ~1023u;
+  const Barriers<Plan> barriers{shared + Plan::kBarriers};
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) {
+    for (int i = 0; i < Plan::kXStages; ++i) {
+      init_barrier(barriers.x_full(i), 1);
+      init_barrier(barriers.x_empty(i), kCluster * kProducts * 4);
+    }
+    for (int i = 0; i < Plan::kWeightStages; ++i) {
+      init_barrier(barriers.weights_full(i), 1);
+      init_barrier(barriers.weights_empty(i), kProducts * 4);
+    }
+    publish_barriers();
+  }
+  arrive_cluster();
+  await_cluster();
+  wait_for_previous_kernel();
+  if (thread >= kProducts * kWarpgroup) {
+    give_registers<Plan::kCopying>();
+    const int at = thread - kProducts * kWarpgroup;
+    if (at == 0) copy_x<Plan>(job, shared, barriers);
+    if (at == kWarp) copy_weights<Plan, kOutput>(job, shared, barriers);
+    __syncwarp();
+  } else {
+    take_registers<Plan::kMultiplying>();
+    Multiplier<Plan, kOutput>(job, shared, barriers).run();
+  }
+  // The other CTA copies into this one's memory and arrives at its barriers.
+  arrive_cluster();
+  await_cluster();
+#endif
+}
+
+}  // namespace flint::cuda
