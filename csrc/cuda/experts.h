@@ -1,5 +1,5 @@
-// The experts of a few tokens: gate and up with SiLU, and down with the weighted combine; routed
-// and shared in one launch each. No torch here.
+// The experts: of a few tokens, gate and up with SiLU, and down with the weighted combine, routed
+// and shared in one launch each; of many, the routed ones. No torch here.
 #pragma once
 
 #include <cstdint>
@@ -56,5 +56,31 @@ struct MoeDown {
 
 bool moe_down_fits(const MoeDown& in);
 cudaError_t moe_down(const MoeDown& in, const Launch& launch);
+
+// The routed experts of any number of tokens, with NVFP4 weights, on a GPU of compute capability
+// 9.0: gate and up in fp32 after their scales, act = round(g * sigmoid(g) * u); y = round(scale *
+// sum(act * w)); out = round(round(sum(weight * y)) + shared), summed in the order of selection.
+struct RoutedExperts {
+  Routing routing;
+  const float* weights;  // [tokens, top_k]
+  const void* x;         // [tokens, hidden] BF16, x_stride elements apart
+  int64_t x_stride;
+  int hidden, routed_size;
+  WeightMatrix gate_up;          // [experts, 2 * routed_size, hidden]: gate rows, then up rows
+  const float* gate_up_scale_2;  // [experts, 2]
+  WeightMatrix down;             // [experts, hidden, routed_size]
+  const float* down_scale_2;     // [experts]
+  const void* shared;            // [tokens, hidden] BF16, or null
+  void* out;                     // [tokens, hidden]
+  // Scratch: routed_experts_many_words, [tokens * top_k, hidden] and [tokens * top_k, routed_size]
+  // BF16.
+  int32_t* order;
+  void* rows;
+  void* act;
+};
+
+int64_t routed_experts_many_words(const Routing& routing);
+bool routed_experts_many_fits(const RoutedExperts& in);
+cudaError_t routed_experts_many(const RoutedExperts& in, const Launch& launch);
 
 }  // namespace flint::cuda

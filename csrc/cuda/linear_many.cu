@@ -5,11 +5,11 @@ namespace flint::cuda {
 namespace {
 
 using Wide = ProductPlan<256, 128, 1, 5, 2>;
-using Middle = ProductPlan<128, 64, 1, 8, 3>;
+using Middle = ProductPlan<128, 64, 1, 8, 4>;
 using Narrow = ProductPlan<64, 32, 1, 8, 6>;
 
 template <typename Plan, ProductOutput kOutput>
-__global__ void __launch_bounds__(kProductThreads, Plan::kCtas)
+__global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas)
     linear_many_rows(const __grid_constant__ ProductJob job) {
   run_product<Plan, kOutput>(job);
 }

@@ -64,7 +64,7 @@ cudaError_t launch_product(void (*kernel)(ProductJob), const ProductOperands& in
   if (const auto error = describe_operands(in, Plan::kBox, job); error != cudaSuccess) return error;
   const int64_t room = int64_t{multiprocessors()} * Plan::kCtas / kCluster;
   const auto clusters = static_cast<unsigned>(std::max<int64_t>(1, std::min(tiles, room)));
-  const Shape shape{dim3(clusters * kCluster), dim3(kProductThreads), Plan::kSharedBytes, kCluster};
+  const Shape shape{dim3(clusters * kCluster), dim3(Plan::kThreads), Plan::kSharedBytes, kCluster};
   return launch_kernel(launch, shape, kernel, *job);
 }
 

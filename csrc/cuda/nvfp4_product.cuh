@@ -17,6 +17,7 @@
 
 #include "cuda/device.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/linear.h"
 #include "cuda/nvfp4_decode.cuh"
 #include "cuda/nvfp4_product.h"
 #include "cuda/pipeline.cuh"
@@ -35,13 +36,12 @@ inline constexpr int kCluster = 2;
 
 inline constexpr int kWarpgroup = 4 * kWarp;
 inline constexpr int kProducts = 2;  // warpgroups that multiply
-inline constexpr int kProductThreads = (kProducts + 1) * kWarpgroup;
 
 inline constexpr uint32_t kCodesBytes = kRowTile * kWeightColumns / 2;
 inline constexpr uint32_t kScalesBytes = kRowTile * kWeightColumns / 16;
 inline constexpr uint32_t kWeightBytes = kCodesBytes + kScalesBytes;
 inline constexpr uint32_t kXRowBytes = kXColumns * 2;
-inline constexpr uint32_t kOutBytes = kRowGroup * kHalfRows * 2;  // of a warpgroup, twice
+inline constexpr uint32_t kOutBytes = kRowGroup * kHalfRows * 2;  // of a warpgroup
 
 // How a CTA is laid out for tiles of at most `kTokens_`, copied in boxes of `kBox_`, `kCtas_` CTAs
 // on a multiprocessor.
@@ -53,21 +53,19 @@ struct ProductPlan {
   static constexpr uint32_t kX = 0;
   static constexpr uint32_t kWeights = kX + kXStages * kXBytes;
   static constexpr uint32_t kOut = kWeights + kWeightStages * kWeightBytes;
-  static constexpr uint32_t kBarriers = kOut + kProducts * 2 * kOutBytes;
+  static constexpr uint32_t kBarriers = kOut + kProducts * kOutBytes;
   static constexpr uint32_t kEnd = kBarriers + 16 * (kXStages + kWeightStages);
   static constexpr uint32_t kSharedBytes = kEnd + 1024;  // the start is moved to 1024 bytes
   static_assert(kXBytes % 1024 == 0 && kTokens % kBox == 0 && kBox * kXRowBytes % 1024 == 0);
   static_assert(kCtas * (kSharedBytes + 1024) <= 228 * 1024);
 
+  // The smallest product, where small tiles get small ones.
+  static constexpr int kSmallest = kBox == kRowGroup ? kRowGroup : kTokens;
   // Of 16 columns: how many are decoded and multiplied together.
   static constexpr int kBlocks = kCtas == 1 ? 4 : 2;
-  // The registers of a thread once each warpgroup has what it needs: two multiply, one copies.
-  static constexpr int kMultiplying = kCtas == 1 ? 232 : 104, kCopying = kCtas == 1 ? 40 : 32;
-};
-
-// Which tokens a tile has: rows [first, first + count) of x.
-struct TokenTile {
-  int expert, first, count, padding;
+  // One CTA alone: a warpgroup copies, for the registers that it can give to those that multiply.
+  static constexpr int kThreads = kProducts * kWarpgroup + (kCtas == 1 ? kWarpgroup : kWarp);
+  static constexpr int kMultiplying = 232, kCopying = 40;
 };
 
 struct ProductJob {
@@ -141,7 +139,7 @@ __device__ __forceinline__ void take_registers() {
 template <ProductOutput kOutput>
 __device__ __forceinline__ float gated(float gate, float up) {
   if constexpr (kOutput == ProductOutput::kSiluOfRounded) {
-    return silu(rounded(uint16_t{}, gate)) * rounded(uint16_t{}, up);
+    return fast_silu(rounded(uint16_t{}, gate)) * rounded(uint16_t{}, up);
   } else {
     return gate * __fdividef(1.0f, 1.0f + __expf(-gate)) * up;
   }
@@ -200,53 +198,60 @@ struct Tiles {
   }
 };
 
-// How many rows of x a tile of `count` tokens multiplies.
-__device__ __forceinline__ int boxed_rows(int count, int box) {
-  return (count + box - 1) / box * box;
-}
-
-template <typename Plan>
-__device__ __forceinline__ void copy_x(const ProductJob& job, uint32_t shared,
-                                       const Barriers<Plan>& barriers) {
-  const int rank = static_cast<int>(cluster_rank());
-  Ring<Plan::kXStages> ring;
-  for (Tiles<Plan> tiles(job); !tiles.done(); tiles.advance()) {
-    const TokenTile tokens = tiles.tokens();
-    const int rows = boxed_rows(tokens.count, Plan::kBox);
-    for (int step = 0; step < job.steps * kXSteps; ++step) {
-      await_phase(barriers.x_empty(ring.stage), ring.parity ^ 1);
-      expect_bytes(barriers.x_full(ring.stage), static_cast<uint32_t>(rows) * kXRowBytes);
-      const uint32_t to = shared + Plan::kX + ring.stage * Plan::kXBytes;
-      for (int row = rank * Plan::kBox; row < rows; row += kCluster * Plan::kBox) {
-        copy_box_to((1 << kCluster) - 1, to + row * kXRowBytes, job.x, tokens.first + row,
-                    step * kXColumns, barriers.x_full(ring.stage));
-      }
-      ring.advance();
-    }
-  }
-}
-
+// Keeps copies of weights and of x in flight, in the order in which they are read.
 template <typename Plan, ProductOutput kOutput>
-__device__ __forceinline__ void copy_weights(const ProductJob& job, uint32_t shared,
-                                             const Barriers<Plan>& barriers) {
-  Ring<Plan::kWeightStages> ring;
-  for (Tiles<Plan> tiles(job); !tiles.done(); tiles.advance()) {
-    const int low = tiles.tokens().expert * job.weight_rows + tiles.template row<kOutput>();
-    const int high = low + (kOutput == ProductOutput::kRounded ? kHalfRows : job.features);
-    for (int step = 0; step < job.steps; ++step) {
-      const uint32_t barrier = barriers.weights_full(ring.stage);
-      await_phase(barriers.weights_empty(ring.stage), ring.parity ^ 1);
-      expect_bytes(barrier, kWeightBytes);
-      const uint32_t codes = shared + Plan::kWeights + ring.stage * kWeightBytes;
-      const uint32_t scales = codes + kCodesBytes;
-      copy_box(codes, job.codes, low, step * (kWeightColumns / 2), barrier);
-      copy_box(codes + kCodesBytes / 2, job.codes, high, step * (kWeightColumns / 2), barrier);
-      copy_box(scales, job.scales, low, step * (kWeightColumns / 16), barrier);
-      copy_box(scales + kScalesBytes / 2, job.scales, high, step * (kWeightColumns / 16), barrier);
-      ring.advance();
+struct Copier {
+  const ProductJob& job;
+  uint32_t shared;
+  Barriers<Plan> barriers;
+  Ring<Plan::kXStages> x;
+  Ring<Plan::kWeightStages> weights;
+
+  __device__ __forceinline__ Copier(const ProductJob& job, uint32_t shared,
+                                    const Barriers<Plan>& barriers)
+      : job(job), shared(shared), barriers(barriers) {}
+
+  // By one thread.
+  __device__ __forceinline__ void run() {
+    for (Tiles<Plan> tiles(job); !tiles.done(); tiles.advance()) {
+      const TokenTile tokens = tiles.tokens();
+      const int rows = (tokens.count + Plan::kBox - 1) / Plan::kBox * Plan::kBox;
+      const int low = tokens.expert * job.weight_rows + tiles.template row<kOutput>();
+      const int high = low + (kOutput == ProductOutput::kRounded ? kHalfRows : job.features);
+      for (int step = 0; step < job.steps; ++step) {
+        copy_weights(low, high, step);
+        for (int part = 0; part < kXSteps; ++part) copy_x(tokens.first, rows, step, part);
+      }
     }
   }
-}
+
+  __device__ __forceinline__ void copy_weights(int low, int high, int step) {
+    const uint32_t barrier = barriers.weights_full(weights.stage);
+    await_phase(barriers.weights_empty(weights.stage), weights.parity ^ 1);
+    expect_bytes(barrier, kWeightBytes);
+    const uint32_t codes = shared + Plan::kWeights + weights.stage * kWeightBytes;
+    const uint32_t scales = codes + kCodesBytes;
+    copy_box(codes, job.codes, low, step * (kWeightColumns / 2), barrier);
+    copy_box(codes + kCodesBytes / 2, job.codes, high, step * (kWeightColumns / 2), barrier);
+    copy_box(scales, job.scales, low, step * (kWeightColumns / 16), barrier);
+    copy_box(scales + kScalesBytes / 2, job.scales, high, step * (kWeightColumns / 16), barrier);
+    weights.advance();
+  }
+
+  // Every other box of `rows` tokens, to both CTAs.
+  __device__ __forceinline__ void copy_x(int first, int rows, int step, int part) {
+    const uint32_t barrier = barriers.x_full(x.stage);
+    await_phase(barriers.x_empty(x.stage), x.parity ^ 1);
+    expect_bytes(barrier, static_cast<uint32_t>(rows) * kXRowBytes);
+    const uint32_t to = shared + Plan::kX + x.stage * Plan::kXBytes;
+    const int rank = static_cast<int>(cluster_rank());
+    for (int row = rank * Plan::kBox; row < rows; row += kCluster * Plan::kBox) {
+      copy_box_to((1 << kCluster) - 1, to + row * kXRowBytes, job.x, first + row,
+                  (step * kXSteps + part) * kXColumns, barrier);
+    }
+    x.advance();
+  }
+};
 
 // A warpgroup that multiplies.
 template <typename Plan, ProductOutput kOutput>
@@ -262,7 +267,6 @@ struct Multiplier {
   uint32_t selector;
   Ring<Plan::kXStages> x;
   Ring<Plan::kWeightStages> weights;
-  int turn = 0;  // which of two buffers results go out through
 
   __device__ __forceinline__ Multiplier(const ProductJob& job, uint32_t shared,
                                         const Barriers<Plan>& barriers)
@@ -284,35 +288,13 @@ struct Multiplier {
     for (Tiles<Plan> tiles(job); !tiles.done(); tiles.advance()) {
       const TokenTile tokens = tiles.tokens();
       const int row = tiles.template row<kOutput>();
-      if constexpr (Plan::kBox == kRowGroup && Plan::kTokens > kRowGroup) {
-        run_smallest<kRowGroup>(tokens, row);
-      } else {
-        run_tile<Plan::kTokens>(tokens, row);
-      }
+      float sums[Plan::kTokens / 2];
+      multiply(sums, tokens.count);
+      write(sums, tokens, row);
     }
   }
 
-  // With as many columns of the products as the tile needs.
-  template <int kColumns>
-  __device__ __forceinline__ void run_smallest(const TokenTile& tokens, int row) {
-    if constexpr (kColumns == Plan::kTokens) {
-      run_tile<kColumns>(tokens, row);
-    } else if (tokens.count <= kColumns) {
-      run_tile<kColumns>(tokens, row);
-    } else {
-      run_smallest<kColumns + kRowGroup>(tokens, row);
-    }
-  }
-
-  template <int kColumns>
-  __device__ __forceinline__ void run_tile(const TokenTile& tokens, int row) {
-    float sums[kColumns / 2];
-    multiply<kColumns>(sums);
-    write<kColumns>(sums, tokens, row);
-  }
-
-  template <int kColumns>
-  __device__ __forceinline__ void multiply(float (&sums)[kColumns / 2]) {
+  __device__ __forceinline__ void multiply(float (&sums)[Plan::kTokens / 2], int count) {
     int previous = -1;  // the stage of x that the products under way read
     for (int step = 0; step < job.steps; ++step) {
       await_phase(barriers.weights_full(weights.stage), weights.parity);
@@ -331,13 +313,8 @@ struct Multiplier {
             if (lane == 0) arrive(barriers.weights_empty(weights.stage));
           }
           if (first == 0) await_phase(barriers.x_full(x.stage), x.parity);
-          begin_products();
-#pragma unroll
-          for (int block = 0; block < Plan::kBlocks; ++block) {
-            multiply_rows<kColumns>(sums, a[block], b + (first + block) * kNextColumns,
-                                    step > 0 || part > 0 || first + block > 0);
-          }
-          close_products();
+          multiply_blocks<Plan::kSmallest>(sums, a, b + first * kNextColumns, count,
+                                           step > 0 || part > 0 || first > 0);
           await_products<1>();
           if (first == 0) release_x(previous);
         }
@@ -348,6 +325,25 @@ struct Multiplier {
     }
     await_products<0>();
     release_x(previous);
+  }
+
+  // With as many columns of the products as `count` tokens need.
+  template <int kColumns>
+  __device__ __forceinline__ void multiply_blocks(float (&sums)[Plan::kTokens / 2],
+                                                  const uint32_t (&a)[Plan::kBlocks][4], uint64_t b,
+                                                  int count, bool add) const {
+    if constexpr (kColumns < Plan::kTokens) {
+      if (count > kColumns) {
+        return multiply_blocks<kColumns + kRowGroup>(sums, a, b, count, add);
+      }
+    }
+    begin_products();
+    auto& used = reinterpret_cast<float (&)[kColumns / 2]>(sums);
+#pragma unroll
+    for (int block = 0; block < Plan::kBlocks; ++block) {
+      multiply_rows<kColumns>(used, a[block], b + block * kNextColumns, add || block > 0);
+    }
+    close_products();
   }
 
   static __device__ __forceinline__ uint32_t word(const uint4& four, int index) {
@@ -377,21 +373,25 @@ struct Multiplier {
     if (stage >= 0 && lane < kCluster) arrive_at(lane, barriers.x_empty(stage));
   }
 
-  template <int kColumns>
-  __device__ __forceinline__ void write(const float (&sums)[kColumns / 2], const TokenTile& tokens,
-                                        int row) {
+  __device__ __forceinline__ void write(const float (&sums)[Plan::kTokens / 2],
+                                        const TokenTile& tokens, int row) {
     const float low_scale = scale_of(tokens.expert, row + low);
     const float high_scale =
         scale_of(tokens.expert, kGated ? job.features + row + low : row + high);
+    const uint32_t buffer = shared + Plan::kOut + group * kOutBytes;
 #pragma unroll
-    for (int first = 0; first < kColumns; first += kRowGroup) {
+    for (int first = 0; first < Plan::kTokens; first += kRowGroup) {
       if (first >= tokens.count) break;
-      const uint32_t buffer = shared + Plan::kOut + (group * 2 + turn) * kOutBytes;
-      turn ^= 1;
+      meet();  // the buffer has been read
       stage_out(buffer, sums + first / 2, low_scale, high_scale);
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kWarpgroup) : "memory");
+      meet();
       send_out(buffer, tokens, first, row);
     }
+  }
+
+  // The warps of this warpgroup.
+  __device__ __forceinline__ void meet() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kWarpgroup) : "memory");
   }
 
   // 32 tokens; in the buffer a token's rows of the warpgroup stand together, their chunks of 16
@@ -476,13 +476,11 @@ __device__ __forceinline__ void run_product(const ProductJob& job) {
   await_cluster();
   wait_for_previous_kernel();
   if (thread >= kProducts * kWarpgroup) {
-    give_registers<Plan::kCopying>();
-    const int at = thread - kProducts * kWarpgroup;
-    if (at == 0) copy_x<Plan>(job, shared, barriers);
-    if (at == kWarp) copy_weights<Plan, kOutput>(job, shared, barriers);
+    if constexpr (Plan::kCtas == 1) give_registers<Plan::kCopying>();
+    if (thread == kProducts * kWarpgroup) Copier<Plan, kOutput>(job, shared, barriers).run();
     __syncwarp();
   } else {
-    take_registers<Plan::kMultiplying>();
+    if constexpr (Plan::kCtas == 1) take_registers<Plan::kMultiplying>();
     Multiplier<Plan, kOutput>(job, shared, barriers).run();
   }
   // The other CTA copies into this one's memory and arrives at its barriers.

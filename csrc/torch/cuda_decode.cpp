@@ -133,12 +133,6 @@ bool norm_router_cuda_out(const Tensor& x, const Tensor& residual, const Tensor&
   return true;
 }
 
-cuda::Routing routing_of(const CudaCall& call, const Tensor& ids, int64_t experts) {
-  call.check_dense(ids, "topk_ids", ScalarType::Int, ids.numel());
-  return {data<int32_t>(ids), static_cast<int>(ids.size(0)), static_cast<int>(ids.size(1)),
-          static_cast<int>(experts)};
-}
-
 bool moe_gate_up_cuda_out(const Tensor& x, const Tensor& ids, const Tensor& w13,
                           std::optional<Tensor> scale, std::optional<Tensor> scale_2,
                           const Tensor& shared_w13, std::optional<Tensor> shared_scale,

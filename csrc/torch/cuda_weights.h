@@ -1,6 +1,7 @@
-// A weight as the kernels take it.
+// Weights and routing as the kernels take them.
 #pragma once
 
+#include "cuda/experts.h"
 #include "cuda/linear.h"
 #include "torch/cuda_binding.h"
 
@@ -34,5 +35,11 @@ struct Weights {
     scales = scale_2->numel();
   }
 };
+
+inline cuda::Routing routing_of(const CudaCall& call, const Tensor& ids, int64_t experts) {
+  call.check_dense(ids, "topk_ids", ScalarType::Int, ids.numel());
+  return {data<int32_t>(ids), static_cast<int>(ids.size(0)), static_cast<int>(ids.size(1)),
+          static_cast<int>(experts)};
+}
 
 }  // namespace flint
