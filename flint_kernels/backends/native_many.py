@@ -1,0 +1,158 @@
+"""The GPU bodies of the library's kernels for many tokens, BF16 with NVFP4 weights.
+
+They come after those for a few tokens (`native_decode`), and take what those leave. Each takes what
+the reference body of the same name takes, and the outputs' buffers where there are any. It returns
+NotImplemented, with nothing written, where its kernel does not take the call (FP32, widths that are
+no multiple of 256, weights that are not dense, another GPU): a general body has to. They read
+nothing back, so a CUDA graph can hold them, and the bits are the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_native = torch.ops.flint_native
+_flint: Any = torch.ops.flint
+
+ARCHITECTURES = ("sm_90a",)
+"""Where they run: their tensor cores' asynchronous products are Hopper's alone. The library's code
+for the others is empty."""
+
+_ROUNDED, _SILU_AND_MUL = range(2)  # cuda::LinearOutput
+
+
+def _is_taken(x: Tensor) -> bool:
+    """Whether x is of the kind, and on a GPU, that these kernels are made for."""
+    return x.dtype == torch.bfloat16 and x.numel() > 0 and _runs_on(x.device.index)
+
+
+@cache
+def _runs_on(device: int) -> bool:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}a" in ARCHITECTURES
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., K] as [rows, K] with contiguous elements, which start at multiples of 16 bytes."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    aligned = rows.data_ptr() % 16 == 0 and (rows.stride(0) % 8 == 0 or rows.shape[0] == 1)
+    if rows.stride(1) == 1 and aligned:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _empty(given: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device) if given is None else given
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    scale_2: Tensor,
+    shards: Sequence[int],
+    output: int,
+    enable_pdl: bool,
+    out: Tensor | None,
+) -> Any:
+    if not _is_taken(x) or weight.shape[0] == 0:
+        return NotImplemented
+    width = weight.shape[0] // 2 if output == _SILU_AND_MUL else weight.shape[0]
+    out = _empty(out, (*x.shape[:-1], width), x)
+    first, second, third, *_ = (*shards, 0, 0, 0)
+    launched = _native.linear_many_cuda_out(
+        _rows(x), weight, scale, scale_2, first, second, third, output, out, enable_pdl
+    )
+    return out if launched else NotImplemented
+
+
+def nvfp4_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor,
+    shard_sizes: Sequence[int] | None,
+    enable_pdl: bool = False,
+    out: Tensor | None = None,
+) -> Any:
+    shards = shard_sizes or ()
+    return _linear(x, weight, weight_scale, weight_scale_2, shards, _ROUNDED, enable_pdl, out)
+
+
+def nvfp4_linear_silu_and_mul(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor,
+    enable_pdl: bool = False,
+    out: Tensor | None = None,
+) -> Any:
+    shards = (weight.shape[0] // 2,) * 2
+    return _linear(x, weight, weight_scale, weight_scale_2, shards, _SILU_AND_MUL, enable_pdl, out)
+
+
+def nvfp4_qkv_norm_rope_kv_write(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor | None,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    eps: float,
+    workspace: Tensor | None = None,
+    enable_pdl: bool = False,
+    q_out: Tensor | None = None,
+) -> Any:
+    kv_rows = k_cache.shape[2] * k_cache.shape[3]
+    shards = (weight.shape[0] - 2 * kv_rows, kv_rows, kv_rows)
+    qkv = nvfp4_linear(x, weight, weight_scale, weight_scale_2, shards, enable_pdl)
+    if qkv is NotImplemented:
+        return NotImplemented
+    rest = (q_weight, k_weight, cos_sin, positions, slot_mapping, k_cache, v_cache, eps)
+    q = _flint.qk_norm_rope_kv_write(qkv, *rest, enable_pdl=enable_pdl)[0]
+    return q if q_out is None else q_out.copy_(q)
+
+
+def nvfp4_routed_experts(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w13_scale_2: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w2_scale_2: Tensor,
+    shared_output: Tensor | None,
+    workspace: Tensor | None = None,
+    enable_pdl: bool = False,
+    out: Tensor | None = None,
+) -> Any:
+    entries, hidden, width = topk_ids.numel(), x.shape[1], w2.shape[2] * 2
+    if not _is_taken(x) or entries == 0 or 0 in w13.shape:
+        return NotImplemented
+    words = _native.routed_experts_many_words(*topk_ids.shape, w13.shape[0])
+    order = torch.empty(words, dtype=torch.int32, device=x.device)
+    rows, act = _empty(None, (entries, hidden), x), _empty(None, (entries, width), x)
+    out = _empty(out, x.shape, x)
+    launched = _native.routed_experts_many_cuda_out(
+        _rows(x),
+        topk_weights.contiguous(),
+        topk_ids.contiguous(),
+        *(w13, w13_scale, w13_scale_2),
+        *(w2, w2_scale, w2_scale_2),
+        None if shared_output is None else _rows(shared_output.contiguous()),
+        *(order, rows, act, out),
+        enable_pdl,
+    )
+    return out if launched else NotImplemented
