@@ -1,3 +1,4 @@
+#include "cuda/arranged.cuh"
 #include "cuda/device.cuh"
 #include "cuda/expert_order.h"
 #include "cuda/launch.cuh"
@@ -83,10 +84,7 @@ __global__ void __launch_bounds__(kMostExperts) plan_experts(const __grid_consta
       job.order.tiles[tile.x + i] = {expert, place.x + first, min(size, total - first), 0};
     }
   }
-  if (expert == 0) {
-    *job.order.places = place.y;
-    *job.order.tile_count = tile.y;
-  }
+  if (expert == 0) *job.order.tile_count = tile.y;
 }
 
 // Each entry to its place: behind those of its expert in chunks and warps before, and of its warp.
@@ -113,26 +111,41 @@ __global__ void __launch_bounds__(kEntriesOfChunk)
     }
   }
   __syncthreads();
-  if (id < 0) return;
+  if (entry >= job.entries) return;
+  if (id < 0) {
+    job.order.place[entry] = -1;
+    return;
+  }
   const int32_t* first = job.order.counts + id;
   const int place = __ldcg(first + job.chunks * experts) + __ldcg(first + blockIdx.x * experts) +
                     counts[warp][id] + __popc(before);
   job.order.entry[place] = static_cast<int32_t>(entry);
+  job.order.place[entry] = place;
 }
 
-// A row a warp.
+// Eight columns of a row a thread, which reads them once and writes them to each place of the row.
 __global__ void __launch_bounds__(kRowThreads)
-    gather(const __grid_constant__ GatherRows rows, const __grid_constant__ ExpertOrder order) {
+    gather(const __grid_constant__ GatherRows rows, const __grid_constant__ ExpertOrder order,
+           const __grid_constant__ int64_t from_rows) {
   wait_for_previous_kernel();
-  const int64_t place = (int64_t{blockIdx.x} * kRowThreads + threadIdx.x) / kWarp;
-  if (place >= __ldcg(order.places)) return;
-  const int64_t row = __ldcg(order.entry + place) / rows.share;
-  const auto* from = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(rows.from) +
-                                                    row * rows.from_stride);
-  auto* to = static_cast<uint4*>(rows.to) + place * (rows.width / 8);
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll 8
-  for (int i = lane; i < rows.width / 8; i += kWarp) to[i] = load_activation(from + i);
+  const int vectors = rows.width / 8;
+  const int64_t at = int64_t{blockIdx.x} * kRowThreads + threadIdx.x, row = at / vectors;
+  if (row >= from_rows) return;
+  const int column = static_cast<int>(at % vectors) * 8;
+  const auto* from = static_cast<const uint16_t*>(rows.from) + row * rows.from_stride + column;
+  const uint4 value = load_activation(reinterpret_cast<const uint4*>(from));
+  const int32_t* places = order.place + row * rows.share;
+#pragma unroll 6
+  for (int i = 0; i < rows.share; ++i) {
+    const int64_t place = __ldcg(places + i);
+    if (place < 0) continue;
+    uint16_t* to = static_cast<uint16_t*>(rows.to) + place * rows.width;
+    if (rows.arranged) {
+      store_arranged(to, column, value);
+    } else {
+      *reinterpret_cast<uint4*>(to + column) = value;
+    }
+  }
 }
 
 // Eight columns of a token a thread.
@@ -199,9 +212,12 @@ cudaError_t order_entries(const Routing& routing, int tile, const ExpertOrder& o
   return launch_kernel(next, chunks, dim3(kEntriesOfChunk), place_entries, job);
 }
 
-cudaError_t gather_rows(const GatherRows& rows, const ExpertOrder& order, const Launch& launch) {
-  const dim3 grid(static_cast<unsigned>(ceil_div(rows.entries, kRowThreads / kWarp)));
-  return launch_kernel(launch, grid, dim3(kRowThreads), gather, rows, order);
+cudaError_t gather_rows(const GatherRows& rows, const Routing& routing, const ExpertOrder& order,
+                        const Launch& launch) {
+  const int64_t from_rows = int64_t{routing.tokens} * routing.top_k / rows.share;
+  const int64_t threads = from_rows * (rows.width / 8);
+  const dim3 grid(static_cast<unsigned>(ceil_div(threads, kRowThreads)));
+  return launch_kernel(launch, grid, dim3(kRowThreads), gather, rows, order, from_rows);
 }
 
 cudaError_t combine_experts(const CombineExperts& in, const Launch& launch) {

@@ -16,7 +16,7 @@ inline constexpr int kMostExperts = 512;
 // Everything lies in one piece of device memory, of `words_of_order` words and 16-byte aligned.
 struct ExpertOrder {
   int32_t* entry;       // [entries]: the entry at each place; the same expert's in rising order
-  int32_t* places;      // [1]: how many there are; entries that name no expert have none
+  int32_t* place;       // [entries]: the place of each entry, or -1
   int32_t* tile_count;  // [1]
   TokenTile* tiles;     // [tile_count]: places of one expert each
   int32_t* counts;      // scratch: [chunks, experts], then [experts]
@@ -28,14 +28,15 @@ inline int64_t most_tiles(int64_t entries, int64_t experts, int64_t tile) {
 }
 
 inline int64_t words_of_order(int64_t entries, int64_t experts, int64_t tile) {
-  return round_up(entries, 4) + 4 + 4 * most_tiles(entries, experts, tile) +
+  return 2 * round_up(entries, 4) + 4 + 4 * most_tiles(entries, experts, tile) +
          (ceil_div(entries, kEntriesOfChunk) + 1) * experts;
 }
 
 inline ExpertOrder order_in(int32_t* memory, int64_t entries, int64_t experts, int64_t tile) {
-  int32_t* counters = memory + round_up(entries, 4);
-  int32_t* tiles = counters + 4;
-  return {memory, counters, counters + 1, reinterpret_cast<TokenTile*>(tiles),
+  int32_t* place = memory + round_up(entries, 4);
+  int32_t* tile_count = place + round_up(entries, 4);
+  int32_t* tiles = tile_count + 4;
+  return {memory, place, tile_count, reinterpret_cast<TokenTile*>(tiles),
           tiles + 4 * most_tiles(entries, experts, tile)};
 }
 
@@ -44,16 +45,18 @@ cudaError_t order_entries(const Routing& routing, int tile, const ExpertOrder& o
                           const Launch& launch);
 
 // to[place] = from[entry at the place / share], rows of `width` BF16, a multiple of 8; `from` has
-// rows from_stride elements apart.
+// rows from_stride elements apart. `share` is 1 or top_k. `arranged`: in the order of arranged.cuh,
+// the width then a multiple of 256.
 struct GatherRows {
   const void* from;
   int64_t from_stride;
   void* to;
   int width, share;
-  int64_t entries;
+  bool arranged;
 };
 
-cudaError_t gather_rows(const GatherRows& rows, const ExpertOrder& order, const Launch& launch);
+cudaError_t gather_rows(const GatherRows& rows, const Routing& routing, const ExpertOrder& order,
+                        const Launch& launch);
 
 // out = round(round(sum of weight * output, in the order of selection) + shared). Entries that name
 // no expert are left out.

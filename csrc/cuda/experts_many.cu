@@ -8,7 +8,7 @@ namespace flint::cuda {
 namespace {
 
 // For experts of few tokens each, where weights are what takes the time; and of many.
-using Narrow = ProductPlan<32, 16, 2, 8, 3>;
+using Narrow = ProductPlan<32, 8, 2, 2, 3, true>;
 using Wide = ProductPlan<256, 32, 1, 5, 2>;
 
 constexpr int kNarrowEntries = 40;  // for an expert, on average
@@ -84,8 +84,8 @@ cudaError_t launch_all(const RoutedExperts& in, const Launch& launch) {
   const Launch next{launch.stream, true};
   auto error = order_entries(in.routing, Plan::kTokens, order, launch);
   if (error != cudaSuccess) return error;
-  const GatherRows rows{in.x, in.x_stride, in.rows, in.hidden, in.routing.top_k, entries};
-  error = gather_rows(rows, order, next);
+  const GatherRows rows{in.x, in.x_stride, in.rows, in.hidden, in.routing.top_k, Plan::kArranged};
+  error = gather_rows(rows, in.routing, order, next);
   if (error != cudaSuccess) return error;
   error = launch_gate_up<Plan>(in, order, next);
   if (error != cudaSuccess) return error;

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "cuda/arranged.cuh"
 #include "cuda/device.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/linear.h"
@@ -44,25 +45,31 @@ inline constexpr uint32_t kXRowBytes = kXColumns * 2;
 inline constexpr uint32_t kOutBytes = kRowGroup * kHalfRows * 2;  // of a warpgroup
 
 // How a CTA is laid out for tiles of at most `kTokens_`, copied in boxes of `kBox_`, `kCtas_` CTAs
-// on a multiprocessor.
-template <int kTokens_, int kBox_, int kCtas_, int kXStages_, int kWeightStages_>
+// on a multiprocessor. kArranged_: the columns of x are in the order of arranged.cuh.
+template <int kTokens_, int kBox_, int kCtas_, int kXStages_, int kWeightStages_,
+          bool kArranged_ = false>
 struct ProductPlan {
   static constexpr int kTokens = kTokens_, kBox = kBox_, kCtas = kCtas_;
   static constexpr int kXStages = kXStages_, kWeightStages = kWeightStages_;
-  static constexpr uint32_t kXBytes = kTokens * kXRowBytes;
+  static constexpr bool kArranged = kArranged_;
+  // A stage of x has this many times 64 columns, one behind the other.
+  static constexpr int kXParts = kArranged ? kXSteps : 1;
+  static constexpr uint32_t kPartBytes = kTokens * kXRowBytes;
+  static constexpr uint32_t kXBytes = kXParts * kPartBytes;
   static constexpr uint32_t kX = 0;
   static constexpr uint32_t kWeights = kX + kXStages * kXBytes;
   static constexpr uint32_t kOut = kWeights + kWeightStages * kWeightBytes;
   static constexpr uint32_t kBarriers = kOut + kProducts * kOutBytes;
-  static constexpr uint32_t kEnd = kBarriers + 16 * (kXStages + kWeightStages);
+  static constexpr uint32_t kRows = kBarriers + 16 * (kXStages + kWeightStages);
+  static constexpr uint32_t kEnd = kRows + kProducts * kTokens * 4;
   static constexpr uint32_t kSharedBytes = kEnd + 1024;  // the start is moved to 1024 bytes
-  static_assert(kXBytes % 1024 == 0 && kTokens % kBox == 0 && kBox * kXRowBytes % 1024 == 0);
+  static_assert(kPartBytes % 1024 == 0 && kTokens % kBox == 0 && kBox * kXRowBytes % 1024 == 0);
   static_assert(kCtas * (kSharedBytes + 1024) <= 228 * 1024);
 
   // The smallest product, where small tiles get small ones.
   static constexpr int kSmallest = kBox == kRowGroup ? kRowGroup : kTokens;
   // Of 16 columns: how many are decoded and multiplied together.
-  static constexpr int kBlocks = kCtas == 1 ? 4 : 2;
+  static constexpr int kBlocks = kCtas == 1 || kArranged ? 4 : 2;
   // One CTA alone: a warpgroup copies, for the registers that it can give to those that multiply.
   static constexpr int kThreads = kProducts * kWarpgroup + (kCtas == 1 ? kWarpgroup : kWarp);
   static constexpr int kMultiplying = 232, kCopying = 40;
@@ -116,6 +123,96 @@ __device__ __forceinline__ uint4 load_shared(uint32_t from) {
                : "memory");
   return value;
 }
+
+__device__ __forceinline__ uint2 load_shared_words(uint32_t from) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(from)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+
+// A thread's left operands of 256 columns: of two rows of weights, kApart rows apart, of which the
+// lower has its codes at `codes` (chunk c of them at the address ^ 16c) and its scales at `scales`.
+template <typename Plan, int kApart, bool = Plan::kArranged>
+struct Decoder {
+  static constexpr uint32_t kCodesApart = kApart * kWeightColumns / 2;
+  static constexpr uint32_t kScalesApart = kApart * kWeightColumns / 16;
+
+  uint32_t codes, selector;
+  uint4 low_scales, high_scales;
+
+  __device__ __forceinline__ Decoder(uint32_t codes, uint32_t scales, int column)
+      : codes(codes),
+        selector(0x4040u + 0x1111u * column),
+        low_scales(load_shared(scales)),
+        high_scales(load_shared(scales + kScalesApart)) {}
+
+  // a[i] for block `first + i` (of 16 columns) of 64 columns `part`.
+  __device__ __forceinline__ void decode(uint32_t (&a)[Plan::kBlocks][4], int part,
+                                         int first) const {
+#pragma unroll
+    for (int i = 0; i < Plan::kBlocks; i += 2) {
+      const int chunk = 2 * part + (first + i) / 2, shift = 16 * (chunk % 2);
+      const uint32_t from = codes ^ static_cast<uint32_t>(chunk << 4);
+      const uint4 l = load_shared(from), h = load_shared(from + kCodesApart);
+      const ScalePairs ls = decode_scales(static_cast<uint16_t>(word(low_scales, part) >> shift));
+      const ScalePairs hs = decode_scales(static_cast<uint16_t>(word(high_scales, part) >> shift));
+      decode_block(l.x, l.y, selector, ls.first, a[i][0], a[i][2]);
+      decode_block(h.x, h.y, selector, hs.first, a[i][1], a[i][3]);
+      decode_block(l.z, l.w, selector, ls.second, a[i + 1][0], a[i + 1][2]);
+      decode_block(h.z, h.w, selector, hs.second, a[i + 1][1], a[i + 1][3]);
+    }
+  }
+
+  static __device__ __forceinline__ uint32_t word(const uint4& four, int index) {
+    return index == 0 ? four.x : index == 1 ? four.y : index == 2 ? four.z : four.w;
+  }
+};
+
+// With the columns of x arranged: of the 256, lane t of four has the 64 from 64t on, and of those a
+// part's 16, which are one block with one scale, make the lane's operands of 64 columns of
+// products.
+template <typename Plan, int kApart>
+struct Decoder<Plan, kApart, true> {
+  static constexpr uint32_t kCodesApart = kApart * kWeightColumns / 2;
+  static constexpr uint32_t kScalesApart = kApart * kWeightColumns / 16;
+
+  uint32_t codes;
+  uint32_t low_scales, high_scales;
+
+  __device__ __forceinline__ Decoder(uint32_t codes, uint32_t scales, int column)
+      : codes(codes ^ static_cast<uint32_t>(column << 5)),
+        low_scales(load_shared_word(scales + 4 * column)),
+        high_scales(load_shared_word(scales + kScalesApart + 4 * column)) {}
+
+  __device__ __forceinline__ void decode(uint32_t (&a)[Plan::kBlocks][4], int part, int) {
+    static_assert(Plan::kBlocks == 4);
+    const uint32_t from = (codes ^ static_cast<uint32_t>(part / 2 << 4)) + part % 2 * 8;
+    const uint2 low = load_shared_words(from), high = load_shared_words(from + kCodesApart);
+    decode_block(a, 0, low.x, low.y, decode_scale(low_scales >> 8 * part));
+    decode_block(a, 1, high.x, high.y, decode_scale(high_scales >> 8 * part));
+  }
+
+  // Sixteen codes of a row; `row`: 0 or 1, the lower or the upper one.
+  static __device__ __forceinline__ void decode_block(uint32_t (&a)[Plan::kBlocks][4], int row,
+                                                      uint32_t first, uint32_t second,
+                                                      uint32_t scale) {
+    const CodePairs one = decode_codes(first), two = decode_codes(second);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i][row] = multiply_bf16_pairs(one.pair[i], scale);
+      a[i][row + 2] = multiply_bf16_pairs(two.pair[i], scale);
+    }
+  }
+};
 
 // Four 8 x 8 matrices of BF16, each stored with its columns as rows of 16 bytes; lanes 8m ... 8m +
 // 7 name where those of matrix m go.
@@ -220,7 +317,9 @@ struct Copier {
       const int high = low + (kOutput == ProductOutput::kRounded ? kHalfRows : job.features);
       for (int step = 0; step < job.steps; ++step) {
         copy_weights(low, high, step);
-        for (int part = 0; part < kXSteps; ++part) copy_x(tokens.first, rows, step, part);
+        for (int part = 0; part < kXSteps; part += Plan::kXParts) {
+          copy_x(tokens.first, rows, step * kXSteps + part);
+        }
       }
     }
   }
@@ -238,16 +337,18 @@ struct Copier {
     weights.advance();
   }
 
-  // Every other box of `rows` tokens, to both CTAs.
-  __device__ __forceinline__ void copy_x(int first, int rows, int step, int part) {
+  // Every other box of `rows` tokens, to both CTAs; from 64 * `part` columns on.
+  __device__ __forceinline__ void copy_x(int first, int rows, int part) {
     const uint32_t barrier = barriers.x_full(x.stage);
     await_phase(barriers.x_empty(x.stage), x.parity ^ 1);
-    expect_bytes(barrier, static_cast<uint32_t>(rows) * kXRowBytes);
-    const uint32_t to = shared + Plan::kX + x.stage * Plan::kXBytes;
+    expect_bytes(barrier, static_cast<uint32_t>(rows * Plan::kXParts) * kXRowBytes);
+    uint32_t to = shared + Plan::kX + x.stage * Plan::kXBytes;
     const int rank = static_cast<int>(cluster_rank());
-    for (int row = rank * Plan::kBox; row < rows; row += kCluster * Plan::kBox) {
-      copy_box_to((1 << kCluster) - 1, to + row * kXRowBytes, job.x, first + row,
-                  (step * kXSteps + part) * kXColumns, barrier);
+    for (int i = 0; i < Plan::kXParts; ++i, ++part, to += Plan::kPartBytes) {
+      for (int row = rank * Plan::kBox; row < rows; row += kCluster * Plan::kBox) {
+        copy_box_to((1 << kCluster) - 1, to + row * kXRowBytes, job.x, first + row,
+                    part * kXColumns, barrier);
+      }
     }
     x.advance();
   }
@@ -257,14 +358,13 @@ struct Copier {
 template <typename Plan, ProductOutput kOutput>
 struct Multiplier {
   static constexpr bool kGated = kOutput != ProductOutput::kRounded;
+  static constexpr int kApart = kGated ? kHalfRows : 8;  // two rows of a thread, in shared memory
 
   const ProductJob& job;
   uint32_t shared;
   Barriers<Plan> barriers;
   int group, warp, lane;  // of the warpgroups, in it, of the warp
-  int low, high;          // the thread's two rows in the CTA's tile
-  uint32_t low_codes, high_codes;
-  uint32_t selector;
+  int low;                // of the thread's two rows in the CTA's tile
   Ring<Plan::kXStages> x;
   Ring<Plan::kWeightStages> weights;
 
@@ -275,22 +375,26 @@ struct Multiplier {
     group = thread / kWarpgroup;
     warp = thread % kWarpgroup / kWarp;
     lane = thread % kWarp;
-    const int row = lane / 4, column = lane % 4;
-    low = kGated ? group * 32 + warp * 8 + row : group * 64 + warp * 16 + row;
-    high = low + (kGated ? kHalfRows : 8);
-    // Chunk c of row r is at chunk c ^ (r % 8), and both rows are `row` there.
-    low_codes = low * (kWeightColumns / 2) + row * 16;
-    high_codes = high * (kWeightColumns / 2) + row * 16;
-    selector = 0x4040u + 0x1111u * column;
+    low = (kGated ? group * 32 + warp * 8 : group * 64 + warp * 16) + lane / 4;
   }
 
   __device__ __forceinline__ void run() {
-    for (Tiles<Plan> tiles(job); !tiles.done(); tiles.advance()) {
-      const TokenTile tokens = tiles.tokens();
+    Tiles<Plan> tiles(job);
+    if (tiles.done()) return;
+    for (TokenTile tokens = tiles.tokens();;) {
       const int row = tiles.template row<kOutput>();
+      // What is needed at the end is fetched while there is time.
+      const float low_scale = scale_of(tokens.expert, row + low);
+      const float high_scale =
+          scale_of(tokens.expert, row + low + (kGated ? job.features : kApart));
+      fetch_rows(tokens);
       float sums[Plan::kTokens / 2];
       multiply(sums, tokens.count);
-      write(sums, tokens, row);
+      tiles.advance();
+      const TokenTile next = tiles.done() ? TokenTile{} : tiles.tokens();
+      write(sums, tokens, row, low_scale, high_scale);
+      if (tiles.done()) return;
+      tokens = next;
     }
   }
 
@@ -299,27 +403,32 @@ struct Multiplier {
     for (int step = 0; step < job.steps; ++step) {
       await_phase(barriers.weights_full(weights.stage), weights.parity);
       const uint32_t codes = shared + Plan::kWeights + weights.stage * kWeightBytes;
-      const uint4 low_scales = load_shared(codes + kCodesBytes + low * 16);
-      const uint4 high_scales = load_shared(codes + kCodesBytes + high * 16);
+      // Chunk c of row r is at chunk c ^ (r % 8), and r % 8 is lane / 4 here.
+      Decoder<Plan, kApart> decoder(codes + low * (kWeightColumns / 2) + lane / 4 * 16,
+                                    codes + kCodesBytes + low * (kWeightColumns / 16), lane % 4);
 #pragma unroll
       for (int part = 0; part < kXSteps; ++part) {
-        const uint64_t b = right_operand(shared + Plan::kX + x.stage * Plan::kXBytes);
+        const bool begins = part % Plan::kXParts == 0, ends = (part + 1) % Plan::kXParts == 0;
+        const uint64_t b = right_operand(shared + Plan::kX + x.stage * Plan::kXBytes +
+                                         part % Plan::kXParts * Plan::kPartBytes);
 #pragma unroll
         for (int first = 0; first < 4; first += Plan::kBlocks) {
           uint32_t a[Plan::kBlocks][4];
-          decode(a, codes, 2 * part + first / 2, word(low_scales, part), word(high_scales, part));
+          decoder.decode(a, part, first);
           if (part == kXSteps - 1 && first + Plan::kBlocks == 4) {
             __syncwarp();
             if (lane == 0) arrive(barriers.weights_empty(weights.stage));
           }
-          if (first == 0) await_phase(barriers.x_full(x.stage), x.parity);
+          if (first == 0 && begins) await_phase(barriers.x_full(x.stage), x.parity);
           multiply_blocks<Plan::kSmallest>(sums, a, b + first * kNextColumns, count,
                                            step > 0 || part > 0 || first > 0);
           await_products<1>();
-          if (first == 0) release_x(previous);
+          if (first == 0 && begins) release_x(previous);
         }
-        previous = x.stage;
-        x.advance();
+        if (ends) {
+          previous = x.stage;
+          x.advance();
+        }
       }
       weights.advance();
     }
@@ -346,38 +455,31 @@ struct Multiplier {
     close_products();
   }
 
-  static __device__ __forceinline__ uint32_t word(const uint4& four, int index) {
-    return index == 0 ? four.x : index == 1 ? four.y : index == 2 ? four.z : four.w;
-  }
-
-  // The left operands of kBlocks times 16 columns, from chunk `first` of 32 columns on.
-  __device__ __forceinline__ void decode(uint32_t (&a)[Plan::kBlocks][4], uint32_t codes, int first,
-                                         uint32_t low_scales, uint32_t high_scales) const {
-#pragma unroll
-    for (int i = 0; i < Plan::kBlocks; i += 2) {
-      const int chunk = first + i / 2;
-      const uint4 l = load_shared((codes + low_codes) ^ static_cast<uint32_t>(chunk << 4));
-      const uint4 h = load_shared((codes + high_codes) ^ static_cast<uint32_t>(chunk << 4));
-      const int shift = 16 * (chunk % 2);
-      const ScalePairs ls = decode_scales(static_cast<uint16_t>(low_scales >> shift));
-      const ScalePairs hs = decode_scales(static_cast<uint16_t>(high_scales >> shift));
-      decode_block(l.x, l.y, selector, ls.first, a[i][0], a[i][2]);
-      decode_block(h.x, h.y, selector, hs.first, a[i][1], a[i][3]);
-      decode_block(l.z, l.w, selector, ls.second, a[i + 1][0], a[i + 1][2]);
-      decode_block(h.z, h.w, selector, hs.second, a[i + 1][1], a[i + 1][3]);
-    }
-  }
-
   // Both CTAs write into the stage, so both have to know.
   __device__ __forceinline__ void release_x(int stage) const {
     if (stage >= 0 && lane < kCluster) arrive_at(lane, barriers.x_empty(stage));
   }
 
+  // Where the rows of a tile go.
+  __device__ __forceinline__ void fetch_rows(const TokenTile& tokens) const {
+    if (job.out_row == nullptr) return;
+    meet();  // those of the tile before have been read
+    for (int i = warp * kWarp + lane; i < tokens.count; i += kWarpgroup) {
+      copy_4_async(row_place(i), job.out_row + tokens.first + i, true);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t row_place(int token) const {
+    return shared + Plan::kRows + (group * Plan::kTokens + token) * 4;
+  }
+
   __device__ __forceinline__ void write(const float (&sums)[Plan::kTokens / 2],
-                                        const TokenTile& tokens, int row) {
-    const float low_scale = scale_of(tokens.expert, row + low);
-    const float high_scale =
-        scale_of(tokens.expert, kGated ? job.features + row + low : row + high);
+                                        const TokenTile& tokens, int row, float low_scale,
+                                        float high_scale) {
+    if (job.out_row != nullptr) {
+      close_copies();
+      await_copies<0>();  // seen by all of the warpgroup after the next barrier
+    }
     const uint32_t buffer = shared + Plan::kOut + group * kOutBytes;
 #pragma unroll
     for (int first = 0; first < Plan::kTokens; first += kRowGroup) {
@@ -438,8 +540,15 @@ struct Multiplier {
       if (first + token >= tokens.count) break;
       const uint4 value = load_shared(buffer + place(token, chunk));
       int64_t to = tokens.first + first + token;
-      if (job.out_row != nullptr) to = __ldcg(job.out_row + to);
-      *reinterpret_cast<uint4*>(job.out + to * job.features + column) = value;
+      if (job.out_row != nullptr) {
+        to = load_shared_word(row_place(first + token));
+      }
+      uint16_t* out = job.out + to * job.features;
+      if constexpr (Plan::kArranged && kGated) {
+        store_arranged(out, column, value);
+      } else {
+        *reinterpret_cast<uint4*>(out + column) = value;
+      }
     }
   }
 
