@@ -104,22 +104,23 @@ def general(name: str) -> str:
 
 
 def kernel_sources(name: str) -> list[str]:
-    """The files whose kernels op `name` launches."""
-    return [kernel_source(body) for body in cuda.fast_bodies(name)]
+    """The files whose kernels op `name` launches, by itself or by another op."""
+    found = (source for body in cuda.fast_bodies(name) for source in launched_from(body))
+    return list(dict.fromkeys(found))
 
 
-def kernel_source(body: Callable[..., Any]) -> str:
+def launched_from(body: Callable[..., Any]) -> Iterator[str]:
     module = inspect.getmodule(body)
     assert module is not None
-    # The private op is named after the C++ function that launches, and that one is in one file.
-    (raw,) = (n for n in reachable(body, module) if n.endswith("_cuda_out"))
-    launcher = rf"^cudaError_t {raw.removesuffix('_cuda_out')}\("
-    (source,) = (
-        path
-        for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-        if re.search(launcher, path.read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    return str(source.relative_to(ROOT))
+    for raw in sorted(n for n in reachable(body, module) if n.endswith("_cuda_out")):
+        # The private op is named after the C++ function that launches, which is in one file.
+        launcher = rf"^cudaError_t {raw.removesuffix('_cuda_out')}\("
+        (source,) = (
+            path
+            for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+            if re.search(launcher, path.read_text(encoding="utf-8"), re.MULTILINE)
+        )
+        yield str(source.relative_to(ROOT))
 
 
 def kernel_cell(name: str, architecture: str) -> str:

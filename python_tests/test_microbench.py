@@ -28,6 +28,7 @@ from microbench.cases import (
     kv_write,
     moe_layer_chain,
     norm,
+    prefill,
 )
 from microbench.roofs import Roofs
 from microbench.timer import Launch, Plan, interleaved, plan, rotated
@@ -153,6 +154,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Group]]:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(kv_write, "POSITIONS", 1024)
     monkeypatch.setattr(decode, "MODEL", decode.TINY)
+    monkeypatch.setattr(prefill, "ROWS", (5, 8))
     registry = cases.load()
 
     def of(name: str) -> list[Group]:
@@ -168,16 +170,17 @@ DECODE_KERNELS = [
     "ll_dense_down", "ll_dense_gate_up", "ll_down", "ll_gate_up", "ll_norm", "ll_o", "ll_qkv",
     "ll_router", "lm_head",
 ]  # fmt: skip
+PREFILL_KERNELS = ["experts_around", "experts_down", "experts_gate_up", "linear"]
 LAYERS = "moe_layer_chain"  # a chain that is one launch: nothing of it is linked to another
 KERNELS = sorted(ROW_KERNELS + DECODE_KERNELS)
 
 
 def test_the_benchmarks_are_those_of_the_kernels() -> None:
-    assert sorted([*KERNELS, LAYERS]) == BENCHES
+    assert sorted([*KERNELS, *PREFILL_KERNELS, LAYERS]) == BENCHES
     assert {"rms_norm_plans", f"{LAYERS}_without_attention"} == cases.ON_REQUEST
     kernels_json = [name for name, file in cases.FILES.items() if file == "kernels"]
     assert sorted(kernels_json) == sorted([*ROW_KERNELS, "rms_norm_plans"])
-    assert set(cases.FILES.values()) == {"kernels", "decode_kernels"}
+    assert set(cases.FILES.values()) == {"kernels", "decode_kernels", "prefill_kernels"}
 
 
 @pytest.mark.parametrize("name", BENCHES)

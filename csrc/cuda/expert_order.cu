@@ -1,4 +1,4 @@
-#include "cuda/arranged.cuh"
+#include "cuda/arranged.h"
 #include "cuda/device.cuh"
 #include "cuda/expert_order.h"
 #include "cuda/launch.cuh"

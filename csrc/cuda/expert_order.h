@@ -45,7 +45,7 @@ cudaError_t order_entries(const Routing& routing, int tile, const ExpertOrder& o
                           const Launch& launch);
 
 // to[place] = from[entry at the place / share], rows of `width` BF16, a multiple of 8; `from` has
-// rows from_stride elements apart. `share` is 1 or top_k. `arranged`: in the order of arranged.cuh,
+// rows from_stride elements apart. `share` is 1 or top_k. `arranged`: in the order of arranged.h,
 // the width then a multiple of 256.
 struct GatherRows {
   const void* from;

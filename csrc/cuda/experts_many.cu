@@ -58,6 +58,9 @@ cudaError_t launch_gate_up(const RoutedExperts& in, const ExpertOrder& order,
   job.weight_rows = 2 * in.routed_size;
   job.row_pairs = row_pairs(in.routed_size, true);
   job.out = static_cast<uint16_t*>(in.act);
+  const bool by_entry = (in.steps & kActByEntry) != 0;
+  job.out_row = by_entry ? order.entry : nullptr;
+  job.arranged_out = Plan::kArranged && !by_entry;
   const int64_t tiles = most_tiles(job.tokens, in.routing.experts, Plan::kTokens) * job.row_pairs;
   return launch_product<Plan>(experts_many_rows<Plan, ProductOutput::kSilu>, gate_up_operands(in),
                               &job, tiles, launch);
@@ -78,20 +81,30 @@ cudaError_t launch_down(const RoutedExperts& in, const ExpertOrder& order, const
 }
 
 template <typename Plan>
-cudaError_t launch_all(const RoutedExperts& in, const Launch& launch) {
+cudaError_t launch_steps(const RoutedExperts& in, Launch launch) {
   const int64_t entries = entries_of(in.routing);
   const ExpertOrder order = order_in(in.order, entries, in.routing.experts, Plan::kTokens);
-  const Launch next{launch.stream, true};
-  auto error = order_entries(in.routing, Plan::kTokens, order, launch);
-  if (error != cudaSuccess) return error;
-  const GatherRows rows{in.x, in.x_stride, in.rows, in.hidden, in.routing.top_k, Plan::kArranged};
-  error = gather_rows(rows, in.routing, order, next);
-  if (error != cudaSuccess) return error;
-  error = launch_gate_up<Plan>(in, order, next);
-  if (error != cudaSuccess) return error;
-  error = launch_down<Plan>(in, order, next);
-  if (error != cudaSuccess) return error;
-  return combine_experts({in.routing, in.weights, in.rows, in.shared, in.out, in.hidden}, next);
+  cudaError_t error = cudaSuccess;
+  const auto step = [&](unsigned which, auto&& run) {
+    if ((in.steps & which) == 0 || error != cudaSuccess) return;
+    error = run();
+    launch.pdl = true;  // each kernel waits for the one before it, whichever this was
+  };
+  step(kOrderEntries, [&] { return order_entries(in.routing, Plan::kTokens, order, launch); });
+  step(kGatherTokens, [&] {
+    return gather_rows({in.x, in.x_stride, in.rows, in.hidden, in.routing.top_k, Plan::kArranged},
+                       in.routing, order, launch);
+  });
+  step(kGateUp, [&] { return launch_gate_up<Plan>(in, order, launch); });
+  step(kGatherActs, [&] {
+    return gather_rows({in.entry_act, in.routed_size, in.act, in.routed_size, 1, Plan::kArranged},
+                       in.routing, order, launch);
+  });
+  step(kDown, [&] { return launch_down<Plan>(in, order, launch); });
+  step(kCombine, [&] {
+    return combine_experts({in.routing, in.weights, in.rows, in.shared, in.out, in.hidden}, launch);
+  });
+  return error;
 }
 
 }  // namespace
@@ -105,15 +118,18 @@ bool routed_experts_many_fits(const RoutedExperts& in) {
   const auto aligned = [](const void* pointer) {
     return reinterpret_cast<uint64_t>(pointer) % 16 == 0;
   };
+  const bool gate_up = (in.steps & kGateUp) != 0, down = (in.steps & kDown) != 0;
   return 0 < in.routing.experts && in.routing.experts <= kMostExperts &&
-         entries_of(in.routing) < 1 << 30 && in.x_stride % 8 == 0 && aligned(in.x) &&
-         aligned(in.out) && aligned(in.shared) && aligned(in.order) &&
-         product_fits(gate_up_operands(in), in.act, in.routed_size) &&
-         product_fits(down_operands(in), in.rows, in.hidden);
+         entries_of(in.routing) < 1 << 30 && in.hidden % kWeightColumns == 0 &&
+         in.routed_size % kWeightColumns == 0 && in.x_stride % 8 == 0 && aligned(in.x) &&
+         aligned(in.entry_act) && aligned(in.shared) && aligned(in.out) && aligned(in.order) &&
+         aligned(in.rows) && aligned(in.act) &&
+         (!gate_up || product_fits(gate_up_operands(in), in.act, in.routed_size)) &&
+         (!down || product_fits(down_operands(in), in.rows, in.hidden));
 }
 
 cudaError_t routed_experts_many(const RoutedExperts& in, const Launch& launch) {
-  return is_narrow(in.routing) ? launch_all<Narrow>(in, launch) : launch_all<Wide>(in, launch);
+  return is_narrow(in.routing) ? launch_steps<Narrow>(in, launch) : launch_steps<Wide>(in, launch);
 }
 
 }  // namespace flint::cuda

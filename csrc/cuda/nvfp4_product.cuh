@@ -15,7 +15,7 @@
 
 #include <cstdint>
 
-#include "cuda/arranged.cuh"
+#include "cuda/arranged.h"
 #include "cuda/device.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/linear.h"
@@ -45,7 +45,7 @@ inline constexpr uint32_t kXRowBytes = kXColumns * 2;
 inline constexpr uint32_t kOutBytes = kRowGroup * kHalfRows * 2;  // of a warpgroup
 
 // How a CTA is laid out for tiles of at most `kTokens_`, copied in boxes of `kBox_`, `kCtas_` CTAs
-// on a multiprocessor. kArranged_: the columns of x are in the order of arranged.cuh.
+// on a multiprocessor. kArranged_: the columns of x are in the order of arranged.h.
 template <int kTokens_, int kBox_, int kCtas_, int kXStages_, int kWeightStages_,
           bool kArranged_ = false>
 struct ProductPlan {
@@ -80,6 +80,7 @@ struct ProductJob {
   const float* scale_2;  // [experts, shards]
   uint16_t* out;
   const int32_t* out_row;      // of each row of x; null: the same
+  bool arranged_out;           // columns of the output in the order of arranged.h
   const TokenTile* tiles;      // null: one expert, `tokens` rows
   const int32_t* tile_count;   // how many tiles there are
   int tokens;                  // of the one expert
@@ -544,7 +545,7 @@ struct Multiplier {
         to = load_shared_word(row_place(first + token));
       }
       uint16_t* out = job.out + to * job.features;
-      if constexpr (Plan::kArranged && kGated) {
+      if (Plan::kArranged && kGated && job.arranged_out) {
         store_arranged(out, column, value);
       } else {
         *reinterpret_cast<uint4*>(out + column) = value;

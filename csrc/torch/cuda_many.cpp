@@ -45,43 +45,71 @@ bool linear_many_cuda_out(const Tensor& x, const Tensor& weight, const Tensor& s
   return true;
 }
 
-// Experts whose products take the kernels' scratch: order int32, rows [entries, hidden] and act
-// [entries, routed] BF16.
-bool routed_experts_many_cuda_out(const Tensor& x, const Tensor& topk_weights, const Tensor& ids,
-                                  const Tensor& w13, const Tensor& scale, const Tensor& scale_2,
-                                  const Tensor& w2, const Tensor& w2_scale,
-                                  const Tensor& w2_scale_2, std::optional<Tensor> shared,
-                                  Tensor order, Tensor rows, Tensor act, Tensor out,
-                                  bool enable_pdl) {
-  const CudaCall call(x, enable_pdl);
-  const Weights gate_up(call, w13, scale, scale_2), down(call, w2, w2_scale, w2_scale_2);
-  if (!many_rows(x) || !gate_up.readable || !down.readable || ids.numel() == 0) return false;
-  if (w13.size(0) > 1 << 16 || w13.size(1) > 1 << 16 || w2.size(1) > 1 << 16) return false;
+// `steps` as cuda::ExpertSteps; what these do not need may be left out. order int32, rows [entries,
+// hidden], act and entry_act [entries, routed] BF16.
+bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hidden,
+                                  int64_t routed, int64_t steps, std::optional<Tensor> x,
+                                  std::optional<Tensor> w13, std::optional<Tensor> scale,
+                                  std::optional<Tensor> scale_2, std::optional<Tensor> w2,
+                                  std::optional<Tensor> w2_scale, std::optional<Tensor> w2_scale_2,
+                                  std::optional<Tensor> topk_weights, std::optional<Tensor> shared,
+                                  std::optional<Tensor> entry_act, Tensor order, Tensor rows,
+                                  Tensor act, std::optional<Tensor> out, bool enable_pdl) {
+  const CudaCall call(ids, enable_pdl);
+  const auto missing = [&](cuda::ExpertSteps step, const std::optional<Tensor>& tensor,
+                           const char* name) {
+    STD_TORCH_CHECK((steps & step) == 0 || tensor.has_value(), name, ": want one for these steps");
+    return (steps & step) == 0;
+  };
+  if (experts > 1 << 16 || hidden > 1 << 16 || routed > 1 << 16 || ids.numel() == 0) return false;
+  const int64_t tokens = ids.size(0), entries = ids.numel();
   cuda::RoutedExperts in{};
-  in.routing = routing_of(call, ids, w13.size(0));
-  call.check_dense(topk_weights, "topk_weights", ScalarType::Float, ids.numel());
-  in.weights = data<float>(topk_weights);
-  in.x = data<void>(x);
-  in.x_stride = row_stride(x);
-  in.hidden = static_cast<int>(x.size(1));
-  in.routed_size = static_cast<int>(w13.size(1) / 2);
-  in.gate_up = gate_up.matrix;
-  in.gate_up_scale_2 = gate_up.scale_2;
-  in.down = down.matrix;
-  in.down_scale_2 = down.scale_2;
+  in.steps = static_cast<unsigned>(steps);
+  in.routing = routing_of(call, ids, experts);
+  in.hidden = static_cast<int>(hidden);
+  in.routed_size = static_cast<int>(routed);
+  if (!missing(cuda::kGatherTokens, x, "x")) {
+    call.check_on(*x, "x");
+    if (!many_rows(*x)) return false;
+    STD_TORCH_CHECK(x->size(0) == tokens && x->size(1) == hidden, "x: want [tokens, hidden]");
+    in.x = data<void>(*x);
+    in.x_stride = row_stride(*x);
+  }
+  if (!missing(cuda::kGateUp, w13, "w13")) {
+    const Weights weights(call, *w13, scale, scale_2);
+    if (!weights.readable) return false;
+    STD_TORCH_CHECK(w13->numel() == experts * routed * hidden, "w13: want [E, 2 * I, H / 2]");
+    in.gate_up = weights.matrix;
+    in.gate_up_scale_2 = weights.scale_2;
+  }
+  if (!missing(cuda::kGatherActs, entry_act, "entry_act")) {
+    call.check_dense(*entry_act, "entry_act", true, entries * routed);
+    in.entry_act = data<void>(*entry_act);
+  }
+  if (!missing(cuda::kDown, w2, "w2")) {
+    const Weights weights(call, *w2, w2_scale, w2_scale_2);
+    if (!weights.readable) return false;
+    STD_TORCH_CHECK(w2->numel() * 2 == experts * hidden * routed, "w2: want [E, H, I / 2]");
+    in.down = weights.matrix;
+    in.down_scale_2 = weights.scale_2;
+  }
+  if (!missing(cuda::kCombine, topk_weights, "topk_weights") &&
+      !missing(cuda::kCombine, out, "out")) {
+    call.check_dense(*topk_weights, "topk_weights", ScalarType::Float, entries);
+    call.check_dense(*out, "out", true, tokens * hidden);
+    in.weights = data<float>(*topk_weights);
+    in.out = mutable_data<void>(*out);
+  }
   if (shared.has_value()) {
-    call.check_on(*shared, "shared_output");
-    if (!dense(*shared, ScalarType::BFloat16)) return false;
+    call.check_dense(*shared, "shared", true, tokens * hidden);
     in.shared = data<void>(*shared);
   }
-  call.check_dense(out, "out", true, x.numel());
-  call.check_dense(rows, "rows", true, ids.numel() * in.hidden);
-  call.check_dense(act, "act", true, ids.numel() * in.routed_size);
   call.check_dense(order, "order", ScalarType::Int, cuda::routed_experts_many_words(in.routing));
-  in.out = mutable_data<void>(out);
+  call.check_dense(rows, "rows", true, entries * hidden);
+  call.check_dense(act, "act", true, entries * routed);
+  in.order = mutable_data<int32_t>(order);
   in.rows = mutable_data<void>(rows);
   in.act = mutable_data<void>(act);
-  in.order = mutable_data<int32_t>(order);
   if (!cuda::routed_experts_many_fits(in)) return false;
   CudaCall::check_launch(cuda::routed_experts_many(in, call.launch()), "routed_experts");
   return true;
@@ -101,10 +129,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flint_native, m) {
       "linear_many_cuda_out(Tensor x, Tensor weight, Tensor scale, Tensor scale_2, int first, "
       "int second, int third, int output, Tensor(a!) out, bool enable_pdl) -> bool");
   m.def(
-      "routed_experts_many_cuda_out(Tensor x, Tensor topk_weights, Tensor ids, Tensor w13, "
-      "Tensor scale, Tensor scale_2, Tensor w2, Tensor w2_scale, Tensor w2_scale_2, "
-      "Tensor? shared, Tensor(a!) order, Tensor(b!) rows, Tensor(c!) act, Tensor(d!) out, "
-      "bool enable_pdl) -> bool");
+      "routed_experts_many_cuda_out(Tensor ids, int experts, int hidden, int routed, int steps, "
+      "Tensor? x, Tensor? w13, Tensor? scale, Tensor? scale_2, Tensor? w2, Tensor? w2_scale, "
+      "Tensor? w2_scale_2, Tensor? topk_weights, Tensor? shared, Tensor? entry_act, "
+      "Tensor(a!) order, Tensor(b!) rows, Tensor(c!) act, Tensor(d!)? out, bool enable_pdl) "
+      "-> bool");
   m.def("routed_experts_many_words(int tokens, int top_k, int experts) -> int");
 }
 

@@ -123,6 +123,55 @@ def nvfp4_qkv_norm_rope_kv_write(
     return q if q_out is None else q_out.copy_(q)
 
 
+# cuda::ExpertSteps
+ORDER, GATHER_TOKENS, GATE_UP, ACT_BY_ENTRY, GATHER_ACTS, DOWN, COMBINE = (1 << i for i in range(7))
+
+
+def experts(
+    steps: int,
+    topk_ids: Tensor,
+    shape: tuple[int, int, int],
+    *,
+    enable_pdl: bool,
+    order: Tensor | None = None,
+    rows: Tensor | None = None,
+    act: Tensor | None = None,
+    **tensors: Tensor | None,
+) -> bool:
+    """Steps of the routed experts; whether they were launched.
+
+    topk_ids [M, top_k]; shape: E, H, I. What a step reads and writes, where it is one of `steps`:
+    x [M, H]; w13, scale, scale_2; w2, w2_scale, w2_scale_2; topk_weights; shared [M, H] or None;
+    entry_act [M * top_k, I]; out [M, H]. Between the steps stand order, [words] int32, rows
+    [M * top_k, H] and act [M * top_k, I], which are made where they are not given.
+    """
+    entries, (count, hidden, width), device = topk_ids.numel(), shape, topk_ids.device
+    if order is None:
+        words = _native.routed_experts_many_words(*topk_ids.shape, count)
+        order = torch.empty(words, dtype=torch.int32, device=device)
+    if rows is None:
+        rows = torch.empty(entries, hidden, dtype=torch.bfloat16, device=device)
+    if act is None:
+        act = torch.empty(entries, width, dtype=torch.bfloat16, device=device)
+    names = (
+        *("x", "w13", "scale", "scale_2", "w2", "w2_scale", "w2_scale_2"),
+        *("topk_weights", "shared", "entry_act"),
+    )
+    given = [tensors.get(name) for name in names]
+    launched: bool = _native.routed_experts_many_cuda_out(
+        topk_ids.contiguous(),
+        *shape,
+        steps,
+        *given,
+        order,
+        rows,
+        act,
+        tensors.get("out"),
+        enable_pdl,
+    )
+    return launched
+
+
 def nvfp4_routed_experts(
     x: Tensor,
     topk_weights: Tensor,
@@ -138,21 +187,97 @@ def nvfp4_routed_experts(
     enable_pdl: bool = False,
     out: Tensor | None = None,
 ) -> Any:
-    entries, hidden, width = topk_ids.numel(), x.shape[1], w2.shape[2] * 2
-    if not _is_taken(x) or entries == 0 or 0 in w13.shape:
+    if not _is_taken(x) or topk_ids.numel() == 0 or 0 in w13.shape:
         return NotImplemented
-    words = _native.routed_experts_many_words(*topk_ids.shape, w13.shape[0])
-    order = torch.empty(words, dtype=torch.int32, device=x.device)
-    rows, act = _empty(None, (entries, hidden), x), _empty(None, (entries, width), x)
     out = _empty(out, x.shape, x)
-    launched = _native.routed_experts_many_cuda_out(
-        _rows(x),
-        topk_weights.contiguous(),
-        topk_ids.contiguous(),
-        *(w13, w13_scale, w13_scale_2),
-        *(w2, w2_scale, w2_scale_2),
-        None if shared_output is None else _rows(shared_output.contiguous()),
-        *(order, rows, act, out),
-        enable_pdl,
+    launched = experts(
+        ORDER | GATHER_TOKENS | GATE_UP | DOWN | COMBINE,
+        topk_ids,
+        (w13.shape[0], x.shape[1], w13.shape[1] // 2),
+        enable_pdl=enable_pdl,
+        x=_rows(x),
+        w13=w13,
+        scale=w13_scale,
+        scale_2=w13_scale_2,
+        w2=w2,
+        w2_scale=w2_scale,
+        w2_scale_2=w2_scale_2,
+        topk_weights=topk_weights.contiguous(),
+        shared=None if shared_output is None else _rows(shared_output.contiguous()),
+        out=out,
+    )
+    return out if launched else NotImplemented
+
+
+def nvfp4_moe_gate_up(
+    x: Tensor,
+    topk_ids: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w13_scale_2: Tensor,
+    shared_w13: Tensor,
+    shared_w13_scale: Tensor,
+    shared_w13_scale_2: Tensor,
+    workspace: Tensor | None = None,
+    enable_pdl: bool = False,
+    routed_act_out: Tensor | None = None,
+    shared_act_out: Tensor | None = None,
+) -> Any:
+    if not _is_taken(x) or topk_ids.numel() == 0 or 0 in w13.shape:
+        return NotImplemented
+    width = w13.shape[1] // 2
+    routed = _empty(routed_act_out, (*topk_ids.shape, width), x)
+    shared = _empty(shared_act_out, (x.shape[0], shared_w13.shape[0] // 2), x)
+    launched = experts(
+        ORDER | GATHER_TOKENS | GATE_UP | ACT_BY_ENTRY,
+        topk_ids,
+        (w13.shape[0], x.shape[1], width),
+        enable_pdl=enable_pdl,
+        x=_rows(x),
+        w13=w13,
+        scale=w13_scale,
+        scale_2=w13_scale_2,
+        act=routed.zero_().view(-1, width),  # what a skipped entry has
+    )
+    if not launched:
+        return NotImplemented
+    weight = (shared_w13, shared_w13_scale, shared_w13_scale_2)
+    _flint.nvfp4_linear_silu_and_mul.out(x, *weight, enable_pdl=enable_pdl, out=shared)
+    return routed, shared
+
+
+def nvfp4_moe_down(
+    routed_act: Tensor,
+    shared_act: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w2_scale_2: Tensor,
+    shared_w2: Tensor,
+    shared_w2_scale: Tensor,
+    shared_w2_scale_2: Tensor,
+    workspace: Tensor | None = None,
+    enable_pdl: bool = False,
+    out: Tensor | None = None,
+) -> Any:
+    if not _is_taken(routed_act) or topk_ids.numel() == 0 or 0 in w2.shape:
+        return NotImplemented
+    hidden, width = w2.shape[1], routed_act.shape[2]
+    weight = (shared_w2, shared_w2_scale, shared_w2_scale_2)
+    shared = _flint.nvfp4_linear(shared_act, *weight, enable_pdl=enable_pdl)
+    out = _empty(out, (routed_act.shape[0], hidden), routed_act)
+    launched = experts(
+        ORDER | GATHER_ACTS | DOWN | COMBINE,
+        topk_ids,
+        (w2.shape[0], hidden, width),
+        enable_pdl=enable_pdl,
+        entry_act=_rows(routed_act.contiguous()),
+        w2=w2,
+        w2_scale=w2_scale,
+        w2_scale_2=w2_scale_2,
+        topk_weights=topk_weights.contiguous(),
+        shared=shared,
+        out=out,
     )
     return out if launched else NotImplemented

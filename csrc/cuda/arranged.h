@@ -6,8 +6,6 @@
 // stands at place 64p + 16s + 8e + 2t + b (t, p, s: 0 to 3; e, b: 0 or 1).
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
 #include "nvfp4_layout.h"  // FLINT_HD
