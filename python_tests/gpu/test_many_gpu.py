@@ -10,7 +10,7 @@ import torch
 from support import Bound, as_tuple, bits, call, captured, relative_error
 
 from flint_kernels import ops
-from flint_kernels.backends import gpu_general, native_many
+from flint_kernels.backends import cuda, gpu_general, native_many
 from flint_kernels.ops import REGISTRY
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +51,13 @@ def taken(name: str, arguments: Bound) -> tuple[torch.Tensor, ...]:
         again = as_tuple(body(**arguments))
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, again, strict=True))
     return first
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _library() -> None:
+    """Loaded, and with these kernels for this GPU."""
+    assert cuda.why_not(torch.device("cuda")) is None
+    assert native_many._runs_on(torch.cuda.current_device())
 
 
 # ---------------------------------------------------------------------------------- projections
