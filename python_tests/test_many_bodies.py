@@ -108,6 +108,19 @@ def test_calls_for_the_general_body_never_come_to_the_library(
     assert library.calls == []
 
 
+def test_rows_that_cannot_be_described_are_copied() -> None:
+    base = torch.zeros(12, 1024, dtype=BF16)
+    kept = base[:, 8:520], base[:1, 16:], base[3:4].expand(1, -1)
+    copied = base[:, 1:257], base[:, ::2], base[:1].expand(9, -1), base.as_strided((4, 64), (12, 1))
+    for rows in kept:
+        assert native_many._rows(rows) is rows
+    for rows in copied:
+        dense = native_many._rows(rows)
+        assert dense.is_contiguous()
+        assert dense.data_ptr() % 16 == 0
+        assert torch.equal(dense, rows)
+
+
 @pytest.mark.parametrize("capability, runs", [((9, 0), True), ((10, 0), False), ((12, 0), False)])
 def test_on_which_gpus_they_run(
     capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ inline bool product_fits(const ProductOperands& in, const void* out, int64_t fea
   constexpr int64_t kMost = int64_t{1} << 30;
   return in.weight.scales != nullptr && in.width > 0 && in.width % kWeightColumns == 0 &&
          0 < features && features % 8 == 0 && 0 < in.weight_rows && in.weight_rows < kMost &&
-         0 < in.x_rows && in.x_rows < kMost && 0 <= in.x_stride && in.x_stride < kMost &&
+         0 < in.x_rows && in.x_rows < kMost && in.x_stride >= in.width && in.x_stride < kMost &&
          in.x_stride % 8 == 0 && aligned(in.weight.elements) && aligned(in.weight.scales) &&
          aligned(in.x) && aligned(out);
 }

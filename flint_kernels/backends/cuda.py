@@ -25,7 +25,7 @@ def register() -> None:
     for name in REGISTRY:
         fast = fast_bodies(name)
         if fast:
-            choice = _choice(name, fast, gpu_general.general_body(name))
+            choice = _choice(name, _first_to_take(fast), gpu_general.general_body(name))
             implement(name, "CUDA", choice, out_body=choice)
 
 
@@ -34,6 +34,21 @@ def fast_bodies(name: str) -> list[Body]:
     asked; none where there is no kernel."""
     modules = (native_cuda, native_decode, native_many)
     return [getattr(module, name) for module in modules if hasattr(module, name)]
+
+
+def _first_to_take(bodies: Sequence[Body]) -> Body:
+    """One body of several: that which does not hand the call back."""
+    if len(bodies) == 1:
+        return bodies[0]
+
+    def body(**arguments: Any) -> Any:
+        for one in bodies:
+            result = one(**arguments)
+            if result is not NotImplemented:
+                return result
+        return NotImplemented
+
+    return body
 
 
 def why_not(device: torch.device) -> str | None:
@@ -46,7 +61,7 @@ def _why_not(index: int) -> str | None:
     return native.cuda_why_not(torch.cuda.get_device_capability(index))
 
 
-def _choice(name: str, fast: Sequence[Body], general: Body) -> Body:
+def _choice(name: str, fast: Body, general: Body) -> Body:
     outputs = REGISTRY[name].outputs
 
     def body(**arguments: Any) -> Any:
@@ -54,10 +69,9 @@ def _choice(name: str, fast: Sequence[Body], general: Body) -> Body:
         # so that importing the package is quick.
         device = next(iter(arguments.values())).device
         if why_not(device) is None:
-            for one in fast:
-                result = one(**arguments)
-                if result is not NotImplemented:
-                    return result
+            result = fast(**arguments)
+            if result is not NotImplemented:
+                return result
         # The general bodies take no buffers: what they return is copied.
         return general(**{k: v for k, v in arguments.items() if k not in outputs})
 

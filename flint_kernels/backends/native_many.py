@@ -38,10 +38,12 @@ def _runs_on(device: int) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [..., K] as [rows, K] with contiguous elements, which start at multiples of 16 bytes."""
+    """x [..., K] as [rows, K] that a description of a matrix can hold: contiguous elements, rows
+    one behind the other that start at multiples of 16 bytes."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    aligned = rows.data_ptr() % 16 == 0 and (rows.stride(0) % 8 == 0 or rows.shape[0] == 1)
-    if rows.stride(1) == 1 and aligned:
+    stride = rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
+    apart = stride >= rows.shape[1] and stride % 8 == 0
+    if rows.stride(1) == 1 and apart and rows.data_ptr() % 16 == 0:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
 

@@ -139,7 +139,8 @@ def test_a_token_s_bits_are_its_own() -> None:
 
 
 def test_views_of_x() -> None:
-    """Rows far apart, and an odd address, which the copies of tiles cannot start from."""
+    """Rows far apart; an odd address, which the copies of tiles cannot start from; one row again
+    and again."""
     arguments = linear_arguments(40, 256, 512, (256,))
     (want,) = taken("nvfp4_linear", arguments)
     wide = torch.empty(40, 1000, dtype=BF16, device="cuda")
@@ -148,6 +149,8 @@ def test_views_of_x() -> None:
         view.copy_(arguments["x"])
         (got,) = taken("nvfp4_linear", {**arguments, "x": view})
         assert torch.equal(bits(got), bits(want))
+    (got,) = taken("nvfp4_linear", {**arguments, "x": arguments["x"][:1].expand(40, -1)})
+    assert torch.equal(bits(got), bits(want[:1].expand(40, -1)))
 
 
 def test_other_widths_are_handed_back_and_computed() -> None:
