@@ -3,12 +3,13 @@
 // The weights are the left operand of the tensor cores' asynchronous products, and that one may lie
 // in registers: codes are decoded straight into it, and the decoded weights never pass through
 // shared memory. A CTA has 128 rows of weights and up to 256 tokens, in two warpgroups of 64 rows
-// each; while one product runs, a warpgroup decodes the operand of the next. Two warps of a third
-// warpgroup keep copies in flight: one of weights, in steps of 256 columns, one of x, in steps
-// of 64. Two CTAs with neighbouring rows are a cluster; each copies half of x to both. CTAs are
-// persistent: the copies of a tile begin while the results of the one before it are written.
+// each; while one product runs, a warpgroup decodes the operand of the next. One more thread keeps
+// copies in flight, of weights in steps of 256 columns and of x in steps of 64. Two CTAs with
+// neighbouring rows are a cluster; each copies half of x to both. CTAs are persistent: the copies
+// of a tile begin while the results of the one before it are written.
 //
-// A token's sums are taken in the same order whatever the tile is, so its bits depend on it alone.
+// A token's sums are taken in the same order whatever the tile is, so its bits depend on it alone;
+// with arranged columns (arranged.h) it is another order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -112,7 +113,7 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// What is left of gate and up. Dense layers round both first and take the exact exponential.
+// What is left of gate and up. Dense layers round both first.
 template <ProductOutput kOutput>
 __device__ __forceinline__ float gated(float gate, float up) {
   if constexpr (kOutput == ProductOutput::kSiluOfRounded) {
