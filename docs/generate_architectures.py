@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import flint_kernels  # noqa: F401  (registers the bodies)
-from flint_kernels.backends import cpu, cuda, gpu_general, native_cpu, native_decode
+from flint_kernels.backends import cpu, cuda, gpu_general, native_cpu, native_decode, native_many
 from flint_kernels.ops import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,8 +48,9 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
 - **CUDA kernels**: machine code in the library, for the very architectures named and no others.
   They come before the general body on a GPU of such an architecture. No PTX is kept, so on any
   other GPU the general body runs; `flint-kernels info` says which it is and why. **few** is a
-  kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. Any other
-  call runs the general body.
+  kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. **many** is
+  one for BF16 with NVFP4 weights that takes any number of rows and widths of a multiple of 256; it
+  comes after the one for few. Any other call runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left
 alone; where it was built without nvcc it has none of them, says so, and the other columns hold.
@@ -102,30 +103,37 @@ def general(name: str) -> str:
     return "torch, Triton" if "_triton" in names else "torch"
 
 
-def kernel_source(name: str) -> str:
-    """The file whose kernels op `name` launches; empty where it has none."""
-    body = cuda.fast_body(name)
+def kernel_sources(name: str) -> list[str]:
+    """The files whose kernels op `name` launches, by itself or by another op."""
+    found = (source for body in cuda.fast_bodies(name) for source in launched_from(body))
+    return list(dict.fromkeys(found))
+
+
+def launched_from(body: Callable[..., Any]) -> Iterator[str]:
     module = inspect.getmodule(body)
-    if body is None or module is None:
-        return ""
-    # The private op is named after the C++ function that launches, and that one is in one file.
-    (raw,) = (n for n in reachable(body, module) if n.endswith("_cuda_out"))
-    launcher = rf"^cudaError_t {raw.removesuffix('_cuda_out')}\("
-    (source,) = (
-        path
-        for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-        if re.search(launcher, path.read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    return str(source.relative_to(ROOT))
+    assert module is not None
+    for raw in sorted(n for n in reachable(body, module) if n.endswith("_cuda_out")):
+        # The private op is named after the C++ function that launches, which is in one file.
+        launcher = rf"^cudaError_t {raw.removesuffix('_cuda_out')}\("
+        (source,) = (
+            path
+            for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+            if re.search(launcher, path.read_text(encoding="utf-8"), re.MULTILINE)
+        )
+        yield str(source.relative_to(ROOT))
 
 
 def kernel_cell(name: str, architecture: str) -> str:
-    """For how much of op `name` a kernel of the library runs on a GPU of that architecture."""
-    if cuda.fast_body(name) is None:
-        return "-"
-    if not hasattr(native_decode, name):
+    """For how much of op `name` kernels of the library run on a GPU of that architecture."""
+    limited = {"few": native_decode, "many": native_many}
+    if cuda.fast_bodies(name) and not any(hasattr(module, name) for module in limited.values()):
         return "yes"
-    return "few" if architecture in native_decode.ARCHITECTURES else "-"
+    found = (
+        size
+        for size, module in limited.items()
+        if hasattr(module, name) and architecture in module.ARCHITECTURES
+    )
+    return ", ".join(found) or "-"
 
 
 def rows() -> Iterator[str]:
@@ -139,14 +147,14 @@ def rows() -> Iterator[str]:
     yield f"| {' | '.join(columns)} |"
     yield f"|{' --- |' * len(columns)}"
     for name in REGISTRY:
-        source = kernel_source(name)
+        sources = kernel_sources(name)
         cells = [
             f"[`{name}`](ops.md#{name})",
             "yes",  # without one, `import flint_kernels` fails
             "yes" if has_native_cpu_body(name) else "-",
             general(name),
             *(kernel_cell(name, architecture) for architecture in architectures),
-            f"`{source}`" if source else "-",
+            ", ".join(f"`{source}`" for source in sources) or "-",
         ]
         yield f"| {' | '.join(cells)} |"
 

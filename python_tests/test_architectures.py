@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_cuda_build import cuobjdump, fat_binary_entries, number
 
-from flint_kernels.backends import native, native_cpu, native_cuda, native_decode
+from flint_kernels.backends import native, native_cpu, native_cuda, native_decode, native_many
 from flint_kernels.ops import REGISTRY
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ PROMISED = [row["architecture"] for row in ARCHITECTURES]
 def sources_by_architecture() -> dict[str, set[str]]:
     """The sources whose kernels the table promises, per architecture."""
     return {
-        name: {row["CUDA kernels in"] for row in OPS if row[name] in ("yes", "few")}
+        name: {s for row in OPS if row[name] != "-" for s in row["CUDA kernels in"].split(", ")}
         for name in PROMISED
     }
 
@@ -109,12 +109,11 @@ def test_every_op_has_a_row_and_its_bodies() -> None:
         kernels = {architecture: row[architecture] for architecture in PROMISED}
         if hasattr(native_cuda, name):
             assert set(kernels.values()) == {"yes"}, name
-        elif hasattr(native_decode, name):
-            few = {architecture for architecture, cell in kernels.items() if cell == "few"}
-            assert few == set(native_decode.ARCHITECTURES), name
         else:
-            assert set(kernels.values()) == {"-"}, name
-        assert set(kernels.values()) <= {"yes", "few", "-"}
+            for size, module in (("few", native_decode), ("many", native_many)):
+                found = {one for one, cell in kernels.items() if size in cell.split(", ")}
+                assert found == set(module.ARCHITECTURES if hasattr(module, name) else ()), name
+        assert set(kernels.values()) <= {"yes", "few", "many", "few, many", "-"}
         assert (row["CUDA kernels in"] == "-") == (set(kernels.values()) == {"-"}), name
 
 

@@ -407,3 +407,18 @@ def test_the_uniform_numbers_of_sampling(helpers: Any) -> None:
     seeds, offsets = np.array(pairs, dtype=np.int64).T
     want = [uniform(seed, offset) for seed, offset in pairs]
     assert helpers.uniform_53(seeds, offsets).tolist() == want
+
+
+def test_the_arranged_order_of_columns(helpers: Any) -> None:
+    """Column 64t + 16p + 8e + 4b + s at place 64p + 16s + 8e + 2t + b, in each 256."""
+    columns = np.arange(0, 512, 8, dtype=np.int32)
+    place = np.empty(512, np.int64)
+    first = helpers.arranged_pair(columns)
+    for s in range(4):
+        for b in range(2):
+            place[columns + 4 * b + s] = first + s * helpers.PAIR_DISTANCE + b
+    for column in range(512):
+        t, p, e, b, s = (column // 64 % 4, column // 16 % 4, column // 8 % 2, column // 4 % 2,
+                         column % 4)  # fmt: skip
+        assert place[column] == column // 256 * 256 + 64 * p + 16 * s + 8 * e + 2 * t + b
+    assert sorted(place) == list(range(512))

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "bf16.h"
+#include "cuda/arranged.h"
 #include "cuda/tiles.h"
 #include "nvfp4_layout.h"
 #include "paging.h"
@@ -84,6 +85,11 @@ void add_tiles(py::module_& m) {
   });
 }
 
+void add_arranged(py::module_& m) {
+  m.attr("PAIR_DISTANCE") = flint::cuda::kPairDistance;
+  m.def("arranged_pair", vectorize(flint::cuda::arranged_pair));
+}
+
 void add_topk(py::module_& m) {
   m.def("topk_rank", vectorize(flint::topk_rank));
   m.def("topk_key", vectorize(flint::topk_key));
@@ -102,6 +108,7 @@ PYBIND11_MODULE(flint_device_helpers, m) {
   add_layout(m);
   add_paging(m);
   add_tiles(m);
+  add_arranged(m);
   add_topk(m);
   add_sampling(m);
 }
