@@ -1,5 +1,6 @@
-// Barriers in shared memory and the copies that complete them: what Hopper's asynchronous pipelines
-// are made of. Addresses are 32 bits, as shared_address gives them.
+// Copies of boxes of a matrix, which complete barriers in shared memory, and the ring that they go
+// round: what Hopper's asynchronous pipelines are made of. Addresses are 32 bits, as shared_address
+// gives them.
 #pragma once
 
 #include <cuda.h>
@@ -7,47 +8,10 @@
 
 #include <cstdint>
 
-#include "cuda/async_copy.cuh"
+#include "cuda/barrier.cuh"
 #include "cuda/cluster.cuh"
 
 namespace flint::cuda {
-
-__device__ __forceinline__ void init_barrier(uint32_t barrier, unsigned arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Makes initialised barriers known to the copy unit and to the cluster; a cluster barrier follows.
-__device__ __forceinline__ void publish_barriers() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// Arrives, and announces bytes that copies will bring.
-__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// At the same barrier of CTA `rank` of the cluster.
-__device__ __forceinline__ void arrive_at(uint32_t rank, uint32_t barrier) {
-  asm volatile(
-      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
-      "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
-// Waits until the phase of this parity is over.
-__device__ __forceinline__ void await_phase(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, "
-      "[%0], %1; @!done bra again;}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 
 // The box at (row, column) of a described matrix.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& matrix, int row,
