@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 
-from flint_kernels.backends import gpu_general, native, native_cuda, native_decode
+from flint_kernels.backends import (
+    gpu_general,
+    native,
+    native_attention,
+    native_cuda,
+    native_decode,
+)
 from flint_kernels.ops import REGISTRY, implement
 
 Body = Callable[..., Any]
@@ -31,7 +37,7 @@ def register() -> None:
 
 def fast_body(name: str) -> Body | None:
     """The body of op `name` that launches the library's kernel, or None where there is none."""
-    for module in (native_cuda, native_decode):
+    for module in (native_cuda, native_decode, native_attention):
         body: Body | None = getattr(module, name, None)
         if body is not None:
             return body
