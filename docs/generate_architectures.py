@@ -17,7 +17,14 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import flint_kernels  # noqa: F401  (registers the bodies)
-from flint_kernels.backends import cpu, cuda, gpu_general, native_cpu, native_decode
+from flint_kernels.backends import (
+    cpu,
+    cuda,
+    gpu_general,
+    native_attention,
+    native_cpu,
+    native_decode,
+)
 from flint_kernels.ops import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +37,9 @@ ARCHITECTURES = {
     "sm_103a": ("B300, GB300", "compiled, **never run**"),
     "sm_120a": ("RTX PRO 6000 Blackwell, RTX 50", "compiled, **never run**"),
 }
+
+# Kernels for some calls alone, and on some of the architectures: what their cells say.
+LIMITED = {native_decode: "few", native_attention: "heads"}
 
 HEAD = """\
 # Ops and architectures
@@ -48,8 +58,10 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
 - **CUDA kernels**: machine code in the library, for the very architectures named and no others.
   They come before the general body on a GPU of such an architecture. No PTX is kept, so on any
   other GPU the general body runs; `flint-kernels info` says which it is and why. **few** is a
-  kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. Any other
-  call runs the general body.
+  kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. **heads** is
+  decode attention: for up to 256 requests in BF16, 8 query heads a KV head, a head_dim of 128 and
+  pages of a multiple of 16 tokens (`backends/native_attention.py` tells: `takes`). Any other call
+  runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left
 alone; where it was built without nvcc it has none of them, says so, and the other columns hold.
@@ -123,9 +135,10 @@ def kernel_cell(name: str, architecture: str) -> str:
     """For how much of op `name` a kernel of the library runs on a GPU of that architecture."""
     if cuda.fast_body(name) is None:
         return "-"
-    if not hasattr(native_decode, name):
+    limited = LIMITED.get(inspect.getmodule(cuda.fast_body(name)))
+    if limited is None:
         return "yes"
-    return "few" if architecture in native_decode.ARCHITECTURES else "-"
+    return limited if architecture in native_decode.ARCHITECTURES else "-"
 
 
 def rows() -> Iterator[str]:
