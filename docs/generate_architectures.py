@@ -60,7 +60,7 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
   other GPU the general body runs; `flint-kernels info` says which it is and why. **few** is a
   kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. **heads** is
   decode attention: for up to 256 requests in BF16, 8 query heads a KV head, a head_dim of 128 and
-  pages of a multiple of 16 tokens (`backends/native_attention.py` tells: `takes`). Any other call
+  pages of 16, 32, 64 ... tokens (`takes` in `backends/native_attention.py` tells). Any other call
   runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left

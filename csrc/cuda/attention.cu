@@ -1,257 +1,171 @@
 // Decode attention. Keys are split between CTAs, and in a CTA between warps, tile by tile; every
-// warp keeps a running softmax of its own (attention_tile.cuh), and the results are merged in a
-// fixed order. Two kernels:
+// warp keeps a running softmax of its own (attention_tile.cuh), and the parts are merged in a fixed
+// order. Two kernels:
 //
 //   attention_window   short windows: a cluster of eight CTAs for a request and KV head, a tile for
 //                      a warp, merged through the cluster's shared memory
-//   attention_long     everything else: CTAs that stay take split after split, each warp with a
-//                      ring of tiles under way; the last CTA of a request and KV head that has
-//                      written its partial result merges them all
+//   attention_long     everything else: a CTA for a split, each warp with a ring of tiles under
+//   way;
+//                      the last CTA of a request and KV head that has written its part merges them
 //
 // Which one it is follows from the window alone.
-#include "cuda/attention.h"
-#include "cuda/attention_tile.cuh"
-#include "cuda/cluster.cuh"
-#include "cuda/launch.cuh"
-#include "cuda/tiles.h"
+#include <cudaTypedefs.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <initializer_list>
 
+#include "cuda/attention.h"
+#include "cuda/attention_merge.cuh"
+#include "cuda/cluster.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/tiles.h"
+
+#ifndef MARK
+#define MARK(i)
+#endif
+
 namespace flint::cuda {
 namespace {
 
-constexpr int kSlices = WarpAttention::kSlices;
-constexpr int kSliceBytes = kWarp * 16;
-constexpr int kOutBytes = kSlices * kSliceBytes;  // of a warp's output
-constexpr float kLog2e = 1.44269504f;
-
 struct Job {
-  AttentionDecode in;
   Pages pages;
-  int64_t capacity;  // keys that the table can name
-  float scale;       // of logits in units of log2(e)
-  int most_splits;   // of any request
-  int record_splits;  // of which there is room for partial results
+  AttentionDecode in;
+  int64_t capacity;   // keys that the table can name
+  float scale;        // of logits in units of log2(e)
+  int most_splits;    // of any request
+  int record_splits;  // of which there is room for parts
 };
-
-// ------------------------------------------------------------------------------ results of a CTA
-
-// Of the lane's two heads.
-struct HeadPair {
-  float maximum[2], total[2];
-};
-static_assert(sizeof(HeadPair) == 16);
-
-__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarp; }
-
-// What the warps of a CTA have found, in shared memory: outputs a slice after the other as the
-// lanes hold them, and the heads' maxima and totals.
-struct WarpResults {
-  uint8_t* out;  // kOutBytes a warp, `out_step` apart
-  int out_step;
-  HeadPair* stats;  // four a warp
-
-  __device__ __forceinline__ void put(int warp, WarpAttention& found) const {
-    found.collect();
-    auto* to = reinterpret_cast<float4*>(out + warp * out_step) + lane_index();
-#pragma unroll
-    for (int i = 0; i < kSlices; ++i) {
-      to[i * kWarp] =
-          make_float4(found.out[i][0], found.out[i][1], found.out[i][2], found.out[i][3]);
-    }
-    if (lane_index() < 4) {
-      stats[warp * 4 + lane_index()] = {{found.maximum[0], found.maximum[1]},
-                                        {found.total[0], found.total[1]}};
-    }
-  }
-};
-
-// The first `count` of kMost results, merged in their order: of one slice the lane's four elements.
-struct Merged {
-  HeadPair heads;
-  float weighted[4];
-
-  template <int kMost>
-  __device__ __forceinline__ void merge(const WarpResults& results, int count, int slice) {
-    HeadPair each[kMost];
-    heads = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
-    weighted[0] = weighted[1] = weighted[2] = weighted[3] = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kMost; ++w) {
-      if (w >= count) continue;
-      each[w] = results.stats[w * 4 + lane_index() % 4];
-      heads.maximum[0] = fmaxf(heads.maximum[0], each[w].maximum[0]);
-      heads.maximum[1] = fmaxf(heads.maximum[1], each[w].maximum[1]);
-    }
-#pragma unroll
-    for (int w = 0; w < kMost; ++w) {
-      if (w >= count) continue;
-      const float4 part = reinterpret_cast<const float4*>(
-          results.out + w * results.out_step)[slice * kWarp + lane_index()];
-      const float f0 = exp2_approx(each[w].maximum[0] - base_of(heads.maximum[0]));
-      const float f1 = exp2_approx(each[w].maximum[1] - base_of(heads.maximum[1]));
-      heads.total[0] = fmaf(each[w].total[0], f0, heads.total[0]);
-      heads.total[1] = fmaf(each[w].total[1], f1, heads.total[1]);
-      weighted[0] = fmaf(part.x, f0, weighted[0]);
-      weighted[1] = fmaf(part.y, f1, weighted[1]);
-      weighted[2] = fmaf(part.z, f0, weighted[2]);
-      weighted[3] = fmaf(part.w, f1, weighted[3]);
-    }
-  }
-};
-
-// The total of a head with its sink; `maximum` is that of the keys alone.
-__device__ __forceinline__ float denominator(const AttentionDecode& in, int head, float maximum,
-                                             float total) {
-  if (in.sinks == nullptr) return total;
-  return total + exp2_approx(in.sinks[head] * kLog2e - maximum);
-}
-
-// What a request without tiles gets: zeros without keys, NaN where its length is none.
-__device__ __forceinline__ float without_tiles(int length) { return length == 0 ? 0.0f : NAN; }
-
-__device__ __forceinline__ uint16_t* out_of_head(const AttentionDecode& in, int request,
-                                                 int head) {
-  const int64_t row = int64_t{request} * in.cache.kv_heads * kAttentionGroup + head;
-  return static_cast<uint16_t*>(in.out) + row * kAttentionHeadDim;
-}
 
 // ------------------------------------------------------------------------------ long
+
+constexpr int kMostSplits = 64;  // of a request
+constexpr int kWarps = 8;        // of a CTA: to each a slice, when parts are merged
+static_assert(kWarps == kSlices && kMostSplits * 4 <= kWarps * kWarp);
 
 // A split of one request and KV head.
 struct Item {
   int request, kv_head, split, splits;
   int length;
   AttentionKeys keys;  // the request's, and of its tiles those of the split
+  int newest_tile;     // the request's last
 };
 
-// `ends[r]`: the splits of all requests before r.
-__device__ __forceinline__ Item item_of(const Job& job, const uint16_t* ends, int index) {
-  const int kv_heads = job.in.cache.kv_heads;
-  int low = 0, high = job.in.requests;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (ends[middle] * kv_heads <= index) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  Item item;
-  item.request = low;
-  item.length = job.in.lengths[low];
-  item.keys = attention_keys(item.length, job.capacity, job.in.window);
-  const AttentionSplits splits = attention_splits(item.keys.tiles(), job.most_splits);
-  const int local = index - ends[low] * kv_heads;
-  item.splits = splits.count;
-  item.kv_head = local / splits.count;
-  item.split = local - item.kv_head * splits.count;
-  item.keys.tile += item.split * splits.tiles;
-  item.keys.tile_end = min(item.keys.tile_end, item.keys.tile + splits.tiles);
-  return item;
-}
-
-// By one warp.
+// By all warps: `ends[r]` becomes the splits of all requests before r.
 __device__ __forceinline__ void count_splits(const Job& job, uint16_t* ends) {
-  constexpr int kRounds = kMostAttentionRequests / kWarp;
-  const int lane = lane_index();
-  int lengths[kRounds];
-#pragma unroll
-  for (int i = 0; i < kRounds; ++i) {
-    const int request = i * kWarp + lane;
-    lengths[i] = request < job.in.requests ? job.in.lengths[request] : 0;
-  }
-  int before = 0;
-#pragma unroll
-  for (int i = 0; i < kRounds; ++i) {
-    if (i * kWarp >= job.in.requests) break;
-    const AttentionKeys keys = attention_keys(lengths[i], job.capacity, job.in.window);
+  __shared__ int totals[kMostAttentionRequests / kWarp];
+  const int lane = lane_index(), warp = static_cast<int>(threadIdx.x) / kWarp;
+  static_assert(kMostAttentionRequests == kWarps * kWarp);
+  if (warp * kWarp < job.in.requests) {
+    const int request = warp * kWarp + lane;
+    const int length = request < job.in.requests ? job.in.lengths[request] : 0;
+    const AttentionKeys keys = attention_keys(length, job.capacity, job.in.window);
     int sum = attention_splits(keys.tiles(), job.most_splits).count;
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
       const int other = __shfl_up_sync(0xffffffffu, sum, step);
       if (lane >= step) sum += other;
     }
-    ends[i * kWarp + lane + 1] = static_cast<uint16_t>(before + sum);
-    before += __shfl_sync(0xffffffffu, sum, kWarp - 1);
+    ends[request + 1] = static_cast<uint16_t>(sum);
+    if (lane == kWarp - 1) totals[warp] = sum;
   }
-  if (lane == 0) ends[0] = 0;
+  if (threadIdx.x == 0) ends[0] = 0;
+  __syncthreads();
+  if (job.in.requests <= kWarp) return;
+  int before = 0;
+#pragma unroll 1
+  for (int i = 0; i < warp && i * kWarp < job.in.requests; ++i) before += totals[i];
+  ends[threadIdx.x + 1] += static_cast<uint16_t>(before);
+  __syncthreads();
 }
 
-// A warp's tiles of one item after the other, brought into its ring of kStages.
-template <int kWarps, int kStages>
-class Fetcher {
+// The `index`-th of all requests' items, of which there are more. A single request has no `ends`.
+__device__ __forceinline__ Item item_of(const Job& job, const uint16_t* ends, int index) {
+  const int kv_heads = job.in.cache.kv_heads;
+  Item item;
+  item.request = 0;
+  if (job.in.requests > 1) {
+    int end = job.in.requests;
+    while (end - item.request > 1) {
+      const int middle = (item.request + end) / 2;
+      (ends[middle] * kv_heads <= index ? item.request : end) = middle;
+    }
+    index -= ends[item.request] * kv_heads;
+  }
+  item.length = job.in.lengths[item.request];
+  item.keys = attention_keys(item.length, job.capacity, job.in.window);
+  item.newest_tile = item.keys.tile_end - 1;
+  const AttentionSplits splits = attention_splits(item.keys.tiles(), job.most_splits);
+  item.splits = splits.count;
+  item.kv_head = index / splits.count;
+  item.split = index - item.kv_head * splits.count;
+  item.keys.tile += item.split * splits.tiles;
+  item.keys.tile_end = min(item.keys.tile_end, item.keys.tile + splits.tiles);
+  return item;
+}
+
+// A warp's tiles of an item, every kWarps-th, brought a side after the other into its ring of
+// kSides.
+template <int kSides>
+class TileRing {
  public:
-  __device__ __forceinline__ Fetcher(const Job& job, const uint16_t* ends, uint32_t ring)
-      : job_(job),
-        ends_(ends),
-        ring_(ring),
-        items_(ends[job.in.requests] * job.in.cache.kv_heads),
-        index_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {
-    item_.keys = {0, 0, 0, 0};
+  __device__ __forceinline__ TileRing(const Job& job, uint32_t ring, uint32_t barriers)
+      : job_(job), ring_(ring), barriers_(barriers) {
+    if (lane_index() == 0) {
+      for (int i = 0; i < kSides; ++i) make_barrier(barriers + i * 8);
+      publish_barriers();
+    }
+    __syncwarp();
   }
 
-  __device__ __forceinline__ int items() const { return items_; }
+  __device__ __forceinline__ void start(const Item& item, int first_tile) {
+    row_ = job_.in.block_table + item.request * job_.in.width;
+    kv_head_ = item.kv_head;
+    tile_ = first_tile;
+    tile_end_ = item.keys.tile_end;
+    count_ = 0;
+  }
 
-  // Closes a group of copies: the next tile's, or none where there are no more. `early`: ahead of
-  // the wait, and so without the newest key's row.
-  __device__ __forceinline__ void fetch(bool early) {
-    while (tile_ >= item_.keys.tile_end) {
-      if (index_ >= items_) return close_copies();
-      index_ += static_cast<int>(gridDim.x);
-      if (index_ >= items_) return close_copies();
-      item_ = item_of(job_, ends_, index_);
-      tile_ = item_.keys.tile + static_cast<int>(threadIdx.x) / kWarp;
-      taken_ = 0;
-    }
-    if (taken_ % kWarp == 0) {
+  // The next side, where there is one.
+  __device__ __forceinline__ void fetch() {
+    if (tile_ >= tile_end_) return;
+    if (count_ % (2 * kWarp) == 0) {
       const int tile = tile_ + lane_index() * kWarps;
-      const int32_t* row = job_.in.block_table + item_.request * job_.in.width;
       page_ = -1;
-      if (tile < item_.keys.tile_end) page_ = row[static_cast<uint32_t>(tile) / job_.pages.tiles];
+      if (tile < tile_end_) page_ = row_[tile >> job_.pages.tiles_log2];
     }
-    const int page = __shfl_sync(0xffffffffu, page_, taken_ % kWarp);
-    ++taken_;
-    const TileSource source = tile_source(job_.pages, tile_, page, item_.kv_head);
-    const int base = tile_ * kAttentionTile, newest = item_.keys.last - 1 - base;
-    const bool waits = early && newest < kAttentionTile;
-    const uint32_t to = ring_ + slot_ * kTileBytes;
-    copy_tile(to, source, job_.pages, item_.keys.first - base, item_.keys.last - base,
-              waits ? newest : -1);
-    close_copies();
-    if (waits) late_ = {source, to, newest};
-    tile_ += kWarps;
-    slot_ = slot_ + 1 == kStages ? 0 : slot_ + 1;
+    const int page = __shfl_sync(0xffffffffu, page_, count_ / 2 % kWarp);
+    const bool is_v = count_ % 2 != 0;
+    fetch_side(ring_ + fetch_slot_ * kSideBytes, barriers_ + fetch_slot_ * 8, job_.pages,
+               TilePlace(job_.pages, tile_, page, kv_head_), is_v);
+    fetch_slot_ = fetch_slot_ + 1 == kSides ? 0 : fetch_slot_ + 1;
+    ++count_;
+    if (is_v) tile_ += kWarps;
   }
 
-  // Whether a row was left out.
-  __device__ __forceinline__ bool has_late_row() const { return late_.row >= 0; }
-
-  __device__ __forceinline__ void fetch_late_row() {
-    copy_row(late_.to, late_.source, job_.pages, late_.row);
-    close_copies();
+  // The oldest side, once it is there.
+  __device__ __forceinline__ uint32_t take() {
+    await(barriers_ + take_slot_ * 8, phase_);
+    const uint32_t side = ring_ + take_slot_ * kSideBytes;
+    if (++take_slot_ == kSides) {
+      take_slot_ = 0;
+      phase_ ^= 1;
+    }
+    return side;
   }
 
  private:
-  struct Late {
-    TileSource source;
-    uint32_t to;
-    int row;
-  };
-
   const Job& job_;
-  const uint16_t* ends_;
-  uint32_t ring_;
-  int items_, index_;
-  Item item_;
-  int tile_ = 0, taken_ = 0, slot_ = 0;
+  uint32_t ring_, barriers_;
+  const int32_t* row_ = nullptr;
+  int kv_head_ = 0, tile_ = 0, tile_end_ = 0;
+  int count_ = 0;  // of sides
+  int fetch_slot_ = 0, take_slot_ = 0;
+  uint32_t phase_ = 0;
   int page_ = -1;  // of the lane-th tile out of kWarp
-  Late late_{{nullptr, nullptr}, 0, -1};
 };
 
-// A split's result in memory: kOutBytes, then the four pairs of heads.
+// A split's part in memory: kOutBytes, then the four pairs of heads.
 constexpr int kRecordBytes = kOutBytes + 4 * static_cast<int>(sizeof(HeadPair));
 
 __device__ __forceinline__ char* record_of(const Job& job, const Item& item, int split) {
@@ -260,255 +174,286 @@ __device__ __forceinline__ char* record_of(const Job& job, const Item& item, int
          (pair * job.record_splits + split) * kRecordBytes;
 }
 
-// Of a slice the lane's four elements: their total and maximum in `heads`.
-__device__ __forceinline__ void write_slice(const Job& job, const Item& item, int slice,
-                                            const float (&weighted)[4], const HeadPair& heads) {
+// By a warp: its slice of a CTA's part.
+__device__ __forceinline__ void write_record(char* record, int warp, const Merged& merged) {
+  const float (&w)[4] = merged.weighted;
+  reinterpret_cast<float4*>(record + warp * kSliceBytes)[lane_index()] =
+      make_float4(w[0], w[1], w[2], w[3]);
+  if (warp == 0 && lane_index() < 4) {
+    reinterpret_cast<HeadPair*>(record + kOutBytes)[lane_index()] = merged.heads;
+  }
+}
+
+// By a warp: its slice of the result.
+__device__ __forceinline__ void write_slice(const Job& job, const Item& item, int warp,
+                                            const Merged& merged, const float (&sinks)[2]) {
   const int g = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int head = item.kv_head * kAttentionGroup + 2 * t + i;
-    const float below = denominator(job.in, head, heads.maximum[i], heads.total[i]);
-    uint16_t* to = out_of_head(job.in, item.request, head) + slice * 16 + g;
-    const bool none = item.length <= 0 || item.keys.last == 0;
-    store_rounded(to, none ? without_tiles(item.length) : weighted[i] / below);
-    store_rounded(to + 8, none ? without_tiles(item.length) : weighted[2 + i] / below);
+    const HeadPair& heads = merged.heads;
+    const float share = __frcp_rn(denominator(sinks[i], heads.maximum[i], heads.total[i]));
+    const bool none = item.keys.last == 0;
+    uint16_t* to = out_of_head(job.in, item.request, head) + warp * 16 + g;
+    store_rounded(to, none ? without_tiles(item.length) : merged.weighted[i] * share);
+    store_rounded(to + 8, none ? without_tiles(item.length) : merged.weighted[2 + i] * share);
   }
 }
 
-// What the last CTA needs of the splits: each one's share of a head, and the heads' whole.
-struct SplitShares {
-  static constexpr int kMost = 64;
+// How many arrived before this thread, whose CTA's writes are seen by who arrives later. With
+// number `last` the counter is back to zero.
+__device__ __forceinline__ uint32_t arrive_at(uint32_t* counter, uint32_t last) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(last)
+               : "memory");
+  return before;
+}
 
-  float share[kMost][kAttentionGroup];
-  float maximum[kAttentionGroup], total[kAttentionGroup];
-};
-
-// By the CTA whose split was the last to be written.
-template <int kWarps>
-__device__ __forceinline__ void merge_splits(const Job& job, const Item& item,
-                                             SplitShares& shares) {
-  constexpr int kOwn = kSlices / kWarps, kBatch = 24 / kOwn;
-  const int lane = lane_index(), warp = static_cast<int>(threadIdx.x) / kWarp;
-  const char* records = record_of(job, item, 0);
-  const auto load = [&](float4(&parts)[kBatch][kOwn], int first) {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-#pragma unroll
-      for (int j = 0; j < kOwn; ++j) {
-        const auto* from = reinterpret_cast<const float4*>(records + (first + i) * kRecordBytes) +
-                           (warp + j * kWarps) * kWarp + lane;
-        parts[i][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (first + i < item.splits) parts[i][j] = __ldcg(from);
-      }
-    }
-  };
-  float4 parts[kBatch][kOwn];
-  load(parts, 0);  // under way while the shares are found
-  for (int head = warp; head < kAttentionGroup; head += kWarps) {
-    float maximum[2], total[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int split = i * kWarp + lane;
-      maximum[i] = -INFINITY;
-      total[i] = 0.0f;
-      if (split < item.splits) {
-        const auto* stats = reinterpret_cast<const float*>(records + split * kRecordBytes +
-                                                           kOutBytes) + head / 2 * 4 + head % 2;
-        maximum[i] = __ldcg(stats);
-        total[i] = __ldcg(stats + 2);
-      }
-    }
-    float all = fmaxf(maximum[0], maximum[1]);
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-      all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, step));
-    }
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float share = exp2_approx(maximum[i] - base_of(all));
-      shares.share[i * kWarp + lane][head] = share;
-      sum = fmaf(total[i], share, sum);
-    }
-    sum = lane_sum<kWarp>(sum);
-    if (lane == 0) {
-      shares.maximum[head] = all;
-      shares.total[head] = sum;
-    }
+// By the CTA whose split was the last to be written: all of them, a slice a warp. `own` is the
+// warp's ring, `pairs` room for all pairs of heads.
+template <int kRingBytes>
+__device__ __forceinline__ Merged merge_splits(const char* records, int splits, uint8_t* own,
+                                               HeadPair* pairs) {
+  constexpr int kChunk = kRingBytes / kSliceBytes;
+  const int lane = lane_index(), thread = static_cast<int>(threadIdx.x);
+  const char* slice = records + thread / kWarp * kSliceBytes + lane * 16;
+  const uint32_t to = shared_address(own) + lane * 16;
+  if (thread / 4 < splits) {
+    copy_16_async(shared_address(pairs + thread),
+                  records + thread / 4 * kRecordBytes + kOutBytes + thread % 4 * 16, true);
   }
-  __syncthreads();
-  const int t = lane % 4;
-  float weighted[kOwn][4] = {};
+  Merged merged;
 #pragma unroll 1
-  for (int first = 0; first < item.splits; first += kBatch) {
-    if (first > 0) load(parts, first);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (first + i >= item.splits) break;
-      const float2 share = *reinterpret_cast<const float2*>(&shares.share[first + i][2 * t]);
-#pragma unroll
-      for (int j = 0; j < kOwn; ++j) {
-        weighted[j][0] = fmaf(parts[i][j].x, share.x, weighted[j][0]);
-        weighted[j][1] = fmaf(parts[i][j].y, share.y, weighted[j][1]);
-        weighted[j][2] = fmaf(parts[i][j].z, share.x, weighted[j][2]);
-        weighted[j][3] = fmaf(parts[i][j].w, share.y, weighted[j][3]);
-      }
+  for (int first = 0; first < splits; first += kChunk) {
+    const int count = min(kChunk, splits - first);
+#pragma unroll 2
+    for (int i = 0; i < count; ++i) {
+      copy_16_async(to + i * kSliceBytes, slice + (first + i) * kRecordBytes, true);
     }
+    close_copies();
+    await_copies<0>();
+    __syncthreads();
+    if (first == 0) merged.find_maximum(splits, pairs);
+    merged.add(count, own, kSliceBytes, pairs + first * 4);
   }
-  const HeadPair heads{{shares.maximum[2 * t], shares.maximum[2 * t + 1]},
-                       {shares.total[2 * t], shares.total[2 * t + 1]}};
-#pragma unroll
-  for (int j = 0; j < kOwn; ++j) {
-    write_slice(job, item, warp + j * kWarps, weighted[j], heads);
-  }
+  return merged;
 }
 
-// Dynamic shared memory: the warps' rings, then their results.
-template <int kWarps, int kStages, int kCtas>
+// Dynamic shared memory: the warps' rings, in which their results come too.
+template <int kSides, int kCtas>
 __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
     attention_long(const __grid_constant__ Job job) {
-  static_assert(kSlices % kWarps == 0 && sizeof(SplitShares) <= kWarps * kOutBytes);
-  extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ HeadPair stats[kWarps * 4];
+  constexpr int kRingBytes = kSides * kSideBytes;
+  extern __shared__ uint8_t dynamic[];
+  __shared__ HeadPair pairs[kMostSplits * 4];
+  __shared__ uint64_t barriers[kWarps * kSides];
   __shared__ uint16_t ends[kMostAttentionRequests + 1];
   __shared__ bool is_last;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  uint8_t* outs = shared + kWarps * kStages * kTileBytes;
-  const WarpResults results{outs, kOutBytes, stats};
+  uint8_t* rings = aligned_side(dynamic);
+  uint8_t* own = rings + warp * kRingBytes;
 
-  if (warp == 0) count_splits(job, ends);
-  __syncthreads();
-  const uint32_t ring = shared_address(shared) + warp * kStages * kTileBytes;
-  Fetcher<kWarps, kStages> fetcher(job, ends, ring);
-  int fetched = 0;
+  MARK(0);
+  if (threadIdx.x == 0) {
+    prefetch_map(job.pages.k.map);
+    prefetch_map(job.pages.v.map);
+  }
+  TileRing<kSides> ring(job, shared_address(own), shared_address(barriers + warp * kSides));
+  int items = 0;
+  if (job.in.requests == 1) {
+    const AttentionKeys keys = attention_keys(job.in.lengths[0], job.capacity, job.in.window);
+    items = attention_splits(keys.tiles(), job.most_splits).count;
+  } else {
+    count_splits(job, ends);
+    items = ends[job.in.requests];
+  }
+  items *= job.in.cache.kv_heads;
+  MARK(1);
+  WarpAttention found;
+  bool waited = false;
 #pragma unroll 1
-  for (; fetched < kStages && !fetcher.has_late_row(); ++fetched) fetcher.fetch(true);
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const bool late = fetcher.has_late_row();
-  if (late) fetcher.fetch_late_row();
-#pragma unroll 1
-  for (; fetched < kStages; ++fetched) fetcher.fetch(false);
-
-  const TileReads reads;
-  int slot = 0, absorbed = 0;
-#pragma unroll 1
-  for (int index = static_cast<int>(blockIdx.x); index < fetcher.items();
+  for (int index = static_cast<int>(blockIdx.x); index < items;
        index += static_cast<int>(gridDim.x)) {
     const Item item = item_of(job, ends, index);
+    float sinks[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sinks[i] = sink_of(job.in, item.kv_head * kAttentionGroup + lane_index() % 4 * 2 + i);
+    }
+    // Kept from here on: what of the parameters is read only at the end comes late.
+    char* record = record_of(job, item, item.split);
+    uint32_t* counter =
+        job.in.counters + int64_t{item.request} * job.in.cache.kv_heads + item.kv_head;
+    asm volatile("" : "+l"(record), "+l"(counter));
+    const int first_tile = item.keys.tile + warp;
+    ring.start(item, first_tile);
+#pragma unroll 1
+    for (int i = 0; i < kSides; ++i) ring.fetch();
+    MARK(2);
+    // What of the first item comes ahead of the wait lacks the newest key.
+    const bool has_newest = !waited && first_tile <= item.newest_tile &&
+                            item.newest_tile < item.keys.tile_end &&
+                            (item.newest_tile - first_tile) % kWarps == 0;
+    if (!waited) {
+      wait_for_previous_kernel();
+      let_next_kernel_start();
+      waited = true;
+    }
+    MARK(3);
     Queries queries;
     queries.load(job.in, item.request, item.kv_head);
-    WarpAttention found;
+    NewestRow newest;
+    if (has_newest) {
+      const int32_t* row = job.in.block_table + item.request * job.in.width;
+      const int page = row[item.newest_tile >> job.pages.tiles_log2];
+      newest.load(job.pages, TilePlace(job.pages, item.newest_tile, page, item.kv_head),
+                  (item.keys.last - 1) % kAttentionTile);
+    }
+    MARK(4);
     found.clear();
 #pragma unroll 1
-    for (int tile = item.keys.tile + warp; tile < item.keys.tile_end; tile += kWarps) {
-      // The late row came as a group of its own, between those of the first tiles.
-      if (late && absorbed < kStages) {
-        await_copies<0>();
-      } else {
-        await_copies<kStages - 1>();
+    for (int tile = first_tile; tile < item.keys.tile_end; tile += kWarps) {
+      const int first = item.keys.first - tile * kAttentionTile;
+      const int last = item.keys.last - tile * kAttentionTile;
+      const bool whole = first <= 0 && last >= kAttentionTile;
+      const bool has_row = has_newest && tile == item.newest_tile;
+      const uint32_t k_side = ring.take();
+      if (tile == first_tile) MARK(6);
+      if (has_row) {
+        newest.put(k_side, false);
+        order_before_copies();
+        __syncwarp();
       }
+      found.weigh(k_side, queries, job.scale, first, last);
       __syncwarp();
-      const int base = tile * kAttentionTile;
-      found.absorb(ring + slot * kTileBytes, reads, queries, job.scale, item.keys.first - base,
-                   item.keys.last - base);
-      __syncwarp();
-      fetcher.fetch(false);
-      slot = slot + 1 == kStages ? 0 : slot + 1;
-      ++absorbed;
-    }
-    results.put(warp, found);
-    __syncthreads();
-#pragma unroll
-    for (int slice = warp; slice < kSlices; slice += kWarps) {
-      Merged merged;
-      merged.merge<kWarps>(results, kWarps, slice);
-      if (item.splits == 1) {
-        write_slice(job, item, slice, merged.weighted, merged.heads);
-      } else {
-        char* record = record_of(job, item, item.split);
-        const float(&w)[4] = merged.weighted;
-        reinterpret_cast<float4*>(record)[slice * kWarp + lane_index()] =
-            make_float4(w[0], w[1], w[2], w[3]);
-        if (slice == 0 && lane_index() < 4) {
-          reinterpret_cast<HeadPair*>(record + kOutBytes)[lane_index()] = merged.heads;
-        }
+      ring.fetch();
+      const uint32_t v_side = ring.take();
+      if (has_row || !whole) {
+        if (has_row) newest.put(v_side, true);
+        clear_values(v_side, first, last);
+        order_before_copies();
+        __syncwarp();
       }
+      found.add_values(v_side);
+      __syncwarp();
+      ring.fetch();
     }
+    MARK(7);
+    put_result(found, own, pairs + warp * 4);
     __syncthreads();
-    if (item.splits == 1) continue;
-    if (threadIdx.x == 0) {
-      __threadfence();
-      uint32_t* counter =
-          job.in.counters + int64_t{item.request} * job.in.cache.kv_heads + item.kv_head;
-      // Back to zero with the last arrival.
-      const auto last = static_cast<uint32_t>(item.splits - 1);
-      is_last = atomicInc(counter, last) == last;
-      __threadfence();
+    MARK(8);
+    Merged merged;
+    merged.find_maximum(kWarps, pairs);
+    merged.add(kWarps, rings + warp * kSliceBytes, kRingBytes, pairs);
+    if (item.splits > 1) {
+      write_record(record, warp, merged);
+      order_before_copies();
+      __syncthreads();
+      MARK(9);
+      if (threadIdx.x == 0) {
+        const auto last = static_cast<uint32_t>(item.splits - 1);
+        is_last = arrive_at(counter, last) == last;
+      }
+      __syncthreads();
+      MARK(10);
+      if (!is_last) continue;
+      merged =
+          merge_splits<kRingBytes>(record - item.split * kRecordBytes, item.splits, own, pairs);
+      MARK(11);
     }
-    __syncthreads();
-    if (!is_last) continue;
-    merge_splits<kWarps>(job, item, *reinterpret_cast<SplitShares*>(outs));
+    write_slice(job, item, warp, merged, sinks);
+    order_before_copies();
     __syncthreads();
   }
+  if (!waited) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+  }
+  MARK(12);
 }
 
 // ------------------------------------------------------------------------------ window
 
 constexpr int kWindowCtas = 8;  // of a cluster; CTA i writes query head i
-constexpr int kWindowWarps = 8;
-constexpr int kMostWindowTiles = kWindowCtas * kWindowWarps;
-static_assert(kWindowCtas == kAttentionGroup && kWindowWarps == kSlices);
+constexpr int kMostWindowTiles = kWindowCtas * kWarps;
+static_assert(kWindowCtas == kAttentionGroup);
 
-// Dynamic shared memory: a tile a warp, in whose place the warp's result comes.
-__global__ void __launch_bounds__(kWindowWarps* kWarp, 3)
+// Dynamic shared memory: a tile for each warp that may have one, in whose place its result comes.
+template <int kCtas>
+__global__ void __launch_bounds__(kWarps* kWarp, kCtas)
     attention_window(const __grid_constant__ Job job) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ HeadPair stats[kWindowWarps * 4];
+  extern __shared__ uint8_t dynamic[];
+  __shared__ HeadPair pairs[kWarps * 4];
   __shared__ float cta_out[kWindowCtas][kAttentionHeadDim];  // of this CTA's head, from all CTAs
   __shared__ float2 cta_stats[kWindowCtas];                  // maximum and total
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = lane_index();
   const auto rank = static_cast<int>(cluster_rank());
   const auto kv_head = static_cast<int>(blockIdx.y), request = static_cast<int>(blockIdx.z);
+  uint8_t* tiles = aligned_side(dynamic);
+  uint8_t* own = tiles + warp * 2 * kSideBytes;
+  const uint32_t k_side = shared_address(own), v_side = k_side + kSideBytes;
 
+  MARK(0);
   const int length = job.in.lengths[request];
+  const int head = kv_head * kAttentionGroup + rank;  // that this CTA writes
+  const float sink = sink_of(job.in, head);
   const AttentionKeys keys = attention_keys(length, job.capacity, job.in.window);
   const int tile = keys.tile + rank + warp * kWindowCtas;
-  const bool has_tile = tile < keys.tile_end;
   const int first = keys.first - tile * kAttentionTile, last = keys.last - tile * kAttentionTile;
-  const uint32_t place = shared_address(shared) + warp * kTileBytes;
-  TileSource source{nullptr, nullptr};
+  const bool has_tile = tile < keys.tile_end;
+  int page = -1;
   if (has_tile) {
-    const int32_t* row = job.in.block_table + request * job.in.width;
-    const int page = row[static_cast<uint32_t>(tile) / job.pages.tiles];
-    source = tile_source(job.pages, tile, page, kv_head);
-    copy_tile(place, source, job.pages, first, last, last <= kAttentionTile ? last - 1 : -1);
+    page = job.in.block_table[request * job.in.width + (tile >> job.pages.tiles_log2)];
+  }
+  const TilePlace place(job.pages, tile, page, kv_head);
+  if (has_tile) {
+    fetch_side(k_side, job.pages, place, false);
+    close_copies();
+    fetch_side(v_side, job.pages, place, true);
+    close_copies();
   }
   __syncwarp();
   arrive_cluster();  // this CTA's shared memory is there
+  MARK(2);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  WarpAttention found;
+  MARK(3);
   if (has_tile) {
-    if (last <= kAttentionTile) copy_row(place, source, job.pages, last - 1);
-    close_copies();
     Queries queries;
     queries.load(job.in, request, kv_head);
+    NewestRow newest;
+    const bool has_row = last <= kAttentionTile;
+    if (has_row) newest.load(job.pages, place, last - 1);
+    WarpAttention found;
     found.clear();
+    await_copies<1>();
+    __syncwarp();  // every lane's copies, before the row comes over one of them
+    if (has_row) newest.put(k_side, false);
+    __syncwarp();
+    MARK(6);
+    found.weigh(k_side, queries, job.scale, first, last);
     await_copies<0>();
     __syncwarp();
-    found.absorb(place, TileReads(), queries, job.scale, first, last);
+    if (has_row) newest.put(v_side, true);
+    if (first > 0 || last < kAttentionTile) clear_values(v_side, first, last);
     __syncwarp();
-    WarpResults{shared, kTileBytes, stats}.put(warp, found);
+    found.add_values(v_side);
+    MARK(7);
+    put_result(found, own, pairs + warp * 4);
   }
   __syncthreads();
+  MARK(8);
   await_cluster();
+  MARK(9);
 
   // Each warp merges a slice, whose eight heads go to eight CTAs.
-  const int tiles = keys.tiles() - rank;
-  const int warps = tiles <= 0 ? 0 : (tiles + kWindowCtas - 1) / kWindowCtas;
+  const int rest = keys.tiles() - rank;
+  const int parts = rest <= 0 ? 0 : (rest + kWindowCtas - 1) / kWindowCtas;
   Merged merged;
-  merged.merge<kWindowWarps>({shared, kTileBytes, stats}, warps, warp);
+  merged.find_maximum(parts, pairs);
+  merged.add(parts, tiles + warp * kSliceBytes, 2 * kSideBytes, pairs);
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -524,6 +469,7 @@ __global__ void __launch_bounds__(kWindowWarps* kWarp, 3)
   __syncwarp();
   arrive_cluster();
   await_cluster();
+  MARK(10);
   const int element = static_cast<int>(threadIdx.x) * 2;
   if (element >= kAttentionHeadDim) return;
   float maximum = -INFINITY;
@@ -538,12 +484,11 @@ __global__ void __launch_bounds__(kWindowWarps* kWarp, 3)
     low = fmaf(part.x, share, low);
     high = fmaf(part.y, share, high);
   }
-  const int head = kv_head * kAttentionGroup + rank;
-  const float below = denominator(job.in, head, maximum, total);
-  const bool none = keys.tiles() == 0;
+  const float inverse = __frcp_rn(denominator(sink, maximum, total));
+  const float none = without_tiles(length);
   *reinterpret_cast<uint32_t*>(out_of_head(job.in, request, head) + element) =
-      none ? pack_bf16(without_tiles(length), without_tiles(length))
-           : pack_bf16(low / below, high / below);
+      keys.tiles() == 0 ? pack_bf16(none, none) : pack_bf16(low * inverse, high * inverse);
+  MARK(12);
 }
 
 // ------------------------------------------------------------------------------ launches
@@ -556,8 +501,7 @@ bool is_short(const AttentionDecode& in) { return 0 < in.window && in.window <= 
 int64_t capacity_of(const AttentionDecode& in) { return in.width * in.cache.page_size; }
 
 int most_splits(const AttentionDecode& in) {
-  return static_cast<int>(
-      least(ceil_div(multiprocessors(), in.cache.kv_heads), SplitShares::kMost));
+  return static_cast<int>(least(ceil_div(multiprocessors(), in.cache.kv_heads), kMostSplits));
 }
 
 // The most splits that a request of this table's width can have.
@@ -566,46 +510,81 @@ int record_splits(const AttentionDecode& in) {
   return std::max(1, static_cast<int>(least(ceil_div(tiles, kLeastSplitTiles), most_splits(in))));
 }
 
+int log2_of(int64_t power) { return power > 1 ? 1 + log2_of(power / 2) : 0; }
+
+Side side_of(const void* base, const PageStrides& strides) {
+  return {{}, static_cast<const char*>(base), strides.block * 2, strides.row * 2, strides.head * 2};
+}
+
 Job job_of(const AttentionDecode& in) {
-  Job job{};
-  job.in = in;
-  const auto bytes = [](int64_t elements) { return elements * 2; };
   const KvCache& cache = in.cache;
-  job.pages = {static_cast<const char*>(cache.k),
-               static_cast<const char*>(cache.v),
-               bytes(cache.k_strides.block),
-               bytes(cache.k_strides.row),
-               bytes(cache.k_strides.head),
-               bytes(cache.v_strides.block),
-               bytes(cache.v_strides.row),
-               bytes(cache.v_strides.head),
-               cache.slots / cache.page_size,
-               static_cast<uint32_t>(cache.page_size / kAttentionTile)};
-  job.capacity = capacity_of(in);
-  job.scale = in.scale * kLog2e;
-  job.most_splits = most_splits(in);
-  job.record_splits = record_splits(in);
-  return job;
+  return {
+      {side_of(cache.k, cache.k_strides), side_of(cache.v, cache.v_strides),
+       static_cast<int>(cache.slots / cache.page_size), log2_of(cache.page_size / kAttentionTile)},
+      in,
+      capacity_of(in),
+      in.scale * kLog2e,
+      most_splits(in),
+      record_splits(in)};
 }
 
-template <int kWarps, int kStages, int kCtas>
-cudaError_t launch_long(const Job& job, const Launch& launch) {
+// Found once, in the driver that the runtime has loaded; null where it has none.
+PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const auto error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                        cudaEnableDefault, &result);
+    const bool there = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return there ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found) : nullptr;
+  }();
+  return encoder;
+}
+
+// False where the driver makes no such map. No hint for the L2: asked to fetch more than is read,
+// or to let it go first, it streams 3 to 4% slower.
+bool make_map(Side& side, const KvCache& cache, int blocks) {
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr) return false;
+  const auto size = [](int64_t count) { return static_cast<cuuint64_t>(count); };
+  const cuuint64_t sizes[5] = {kBoxElements, size(cache.page_size), 2, size(cache.kv_heads),
+                               size(blocks)};
+  // The stride of a dimension of one is never used, and may be any.
+  const auto bytes = [&](int64_t stride, int64_t count) {
+    return size(count > 1 ? stride : kBoxRowBytes);
+  };
+  const cuuint64_t steps[4] = {size(side.row), kBoxRowBytes, bytes(side.head, cache.kv_heads),
+                               bytes(side.block, blocks)};
+  const cuuint32_t box[5] = {kBoxElements, kAttentionTile, 2, 1, 1};
+  const cuuint32_t every[5] = {1, 1, 1, 1, 1};
+  return encode(&side.map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<char*>(side.base), sizes,
+                steps, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// At most eight CTAs in turn for each that there is room for; those that come first take more.
+constexpr int kTurns = 8;
+
+template <int kSides, int kCtas>
+cudaError_t launch_long(const Job& job, int64_t items, const Launch& launch) {
   Shape shape;
-  const int64_t items = int64_t{job.in.requests} * job.in.cache.kv_heads * job.record_splits;
-  shape.grid = static_cast<unsigned>(least(items, int64_t{kCtas} * multiprocessors()));
+  shape.grid = static_cast<unsigned>(least(items, int64_t{kTurns} * kCtas * multiprocessors()));
   shape.block = kWarps * kWarp;
-  shape.shared_bytes = size_t{kWarps} * (kStages * kTileBytes + kOutBytes);
-  return launch_kernel(launch, shape, attention_long<kWarps, kStages, kCtas>, job);
+  shape.shared_bytes = size_t{kWarps} * kSides * kSideBytes + kSideAlignment;
+  return launch_kernel(launch, shape, attention_long<kSides, kCtas>, job);
 }
 
+template <int kCtas>
 cudaError_t launch_window(const Job& job, const Launch& launch) {
   Shape shape;
   shape.grid = dim3(kWindowCtas, static_cast<unsigned>(job.in.cache.kv_heads),
                     static_cast<unsigned>(job.in.requests));
-  shape.block = kWindowWarps * kWarp;
-  shape.shared_bytes = kWindowWarps * kTileBytes;
+  shape.block = kWarps * kWarp;
+  // The most tiles that the window's keys lie in, whatever the last one's position.
+  const int tiles = (job.in.window + kAttentionTile - 2) / kAttentionTile + 1;
+  shape.shared_bytes = ceil_div(tiles, kWindowCtas) * 2 * kSideBytes + kSideAlignment;
   shape.cluster = kWindowCtas;
-  return launch_kernel(launch, shape, attention_window, job);
+  return launch_kernel(launch, shape, attention_window<kCtas>, job);
 }
 
 }  // namespace
@@ -619,7 +598,8 @@ bool attention_decode_fits(const AttentionDecode& in) {
   };
   return 0 < in.requests && in.requests <= kMostAttentionRequests && cache.kv_heads > 0 &&
          int64_t{in.requests} * cache.kv_heads <= kMostAttentionPairs &&
-         cache.head_dim == kAttentionHeadDim && cache.page_size % kAttentionTile == 0 &&
+         cache.head_dim == kAttentionHeadDim && cache.page_size >= kAttentionTile &&
+         (cache.page_size & (cache.page_size - 1)) == 0 &&
          fits(cache.k, {cache.k_strides.block, cache.k_strides.row, cache.k_strides.head}) &&
          fits(cache.v, {cache.v_strides.block, cache.v_strides.row, cache.v_strides.head}) &&
          fits(in.q, {in.q_row_stride, in.q_head_stride}) &&
@@ -632,13 +612,20 @@ int64_t attention_partials(const AttentionDecode& in) {
 }
 
 cudaError_t attention_decode(const AttentionDecode& in, const Launch& launch) {
-  const Job job = job_of(in);
-  if (is_short(in)) return launch_window(job, launch);
+  Job job = job_of(in);
   const int plan = std::getenv("FLINT_PLAN") ? std::atoi(std::getenv("FLINT_PLAN")) : 0;
-  if (plan == 1) return launch_long<8, 2, 1>(job, launch);
-  if (plan == 2) return launch_long<8, 3, 1>(job, launch);
-  if (plan == 3) return launch_long<4, 6, 1>(job, launch);
-  return launch_long<4, 3, 2>(job, launch);
+  if (is_short(in)) {
+    if (plan == 1) return launch_window<4>(job, launch);
+    return launch_window<3>(job, launch);
+  }
+  if (!make_map(job.pages.k, in.cache, job.pages.blocks) ||
+      !make_map(job.pages.v, in.cache, job.pages.blocks)) {
+    return cudaErrorNotSupported;
+  }
+  // Deep rings where there is a CTA for each multiprocessor at most, else two beside each other.
+  const int64_t items = int64_t{in.requests} * in.cache.kv_heads * job.record_splits;
+  return items <= multiprocessors() ? launch_long<5, 1>(job, items, launch)
+                                    : launch_long<3, 2>(job, items, launch);
 }
 
 }  // namespace flint::cuda

@@ -39,6 +39,7 @@ bool attention_decode_fits(const AttentionDecode& in);
 // How many floats of partial results a call needs on this device.
 int64_t attention_partials(const AttentionDecode& in);
 
+// cudaErrorNotSupported, with nothing launched, where the driver lacks what it takes.
 cudaError_t attention_decode(const AttentionDecode& in, const Launch& launch);
 
 }  // namespace flint::cuda

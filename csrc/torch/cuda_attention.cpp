@@ -50,7 +50,9 @@ bool attention_decode_cuda_out(const Tensor& q, const Tensor& k_cache, const Ten
   const Tensor partials =
       torch::stable::new_empty(q, {cuda::attention_partials(in)}, ScalarType::Float);
   in.partials = mutable_data<float>(partials);
-  CudaCall::check_launch(cuda::attention_decode(in, call.launch()), "attention_decode");
+  const cudaError_t error = cuda::attention_decode(in, call.launch());
+  if (error == cudaErrorNotSupported) return false;
+  CudaCall::check_launch(error, "attention_decode");
   return true;
 }
 

@@ -21,8 +21,8 @@ _native = torch.ops.flint_native
 GROUP = 8
 """Query heads of a KV head that the kernels are made for."""
 HEAD_DIM = 128
-PAGE_MULTIPLE = 16
-"""Pages that hold a multiple of so many tokens."""
+LEAST_PAGE = 16
+"""Tokens of a page: this, or a power of two above it."""
 MOST_REQUESTS = 256
 
 
@@ -37,7 +37,8 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
         and 0 < requests <= MOST_REQUESTS
         and heads == GROUP * kv_heads
         and head_dim == HEAD_DIM
-        and page % PAGE_MULTIPLE == 0
+        and page >= LEAST_PAGE
+        and page & (page - 1) == 0
         and native_decode._runs_on(q.device.index)
     )
 

@@ -119,10 +119,7 @@ def general(buffers: Buffers) -> Outputs:
 
 @cache
 def fa3() -> Any:
-    path = os.environ.get(FA3_LIBRARY)
-    if path is None:
-        raise RuntimeError(f"{FA3_LIBRARY} names no library")
-    torch.ops.load_library(path)
+    torch.ops.load_library(os.environ[FA3_LIBRARY])
     return torch.ops._vllm_fa3_C.fwd
 
 
@@ -152,11 +149,11 @@ def dense(buffers: Buffers) -> Outputs:
 
 @bench("attention_decode", file="attention")
 def _(device: torch.device) -> Iterator[Group]:
-    peers = [
-        Subject("torch SDPA, dense and without sinks", dense, part=True),
-        Subject("FlashAttention-3", flash_attention_3),
-        Subject("flint general", general),
-    ]
+    peers = [Subject("torch SDPA, dense and without sinks", dense, part=True)]
+    if device.type == "cuda":
+        peers.append(Subject("general body", general))
+    if FA3_LIBRARY in os.environ:
+        peers.append(Subject("FlashAttention-3", flash_attention_3))
     for requests, length, window in CASES:
         case = f"B={requests} L={length} W={window}"
         size = launch_bytes(requests, length, window)
@@ -165,5 +162,6 @@ def _(device: torch.device) -> Iterator[Group]:
         subjects = [
             Subject("flint pdl", partial(kernel, enable_pdl=True), f"{case} pdl", chained),
             Subject("flint chain", kernel, f"{case} chain", chained),
+            *peers,
         ]
         yield Group("attention_decode", size, new, subjects, chained=True)
