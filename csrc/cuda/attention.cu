@@ -12,7 +12,6 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <initializer_list>
 
 #include "cuda/attention.h"
@@ -20,10 +19,6 @@
 #include "cuda/cluster.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/tiles.h"
-
-#ifndef MARK
-#define MARK(i)
-#endif
 
 namespace flint::cuda {
 namespace {
@@ -255,7 +250,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
   uint8_t* rings = aligned_side(dynamic);
   uint8_t* own = rings + warp * kRingBytes;
 
-  MARK(0);
   if (threadIdx.x == 0) {
     prefetch_map(job.pages.k.map);
     prefetch_map(job.pages.v.map);
@@ -270,7 +264,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
     items = ends[job.in.requests];
   }
   items *= job.in.cache.kv_heads;
-  MARK(1);
   WarpAttention found;
   bool waited = false;
 #pragma unroll 1
@@ -291,7 +284,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
     ring.start(item, first_tile);
 #pragma unroll 1
     for (int i = 0; i < kSides; ++i) ring.fetch();
-    MARK(2);
     // What of the first item comes ahead of the wait lacks the newest key.
     const bool has_newest = !waited && first_tile <= item.newest_tile &&
                             item.newest_tile < item.keys.tile_end &&
@@ -301,7 +293,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
       let_next_kernel_start();
       waited = true;
     }
-    MARK(3);
     Queries queries;
     queries.load(job.in, item.request, item.kv_head);
     NewestRow newest;
@@ -311,7 +302,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
       newest.load(job.pages, TilePlace(job.pages, item.newest_tile, page, item.kv_head),
                   (item.keys.last - 1) % kAttentionTile);
     }
-    MARK(4);
     found.clear();
 #pragma unroll 1
     for (int tile = first_tile; tile < item.keys.tile_end; tile += kWarps) {
@@ -320,7 +310,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
       const bool whole = first <= 0 && last >= kAttentionTile;
       const bool has_row = has_newest && tile == item.newest_tile;
       const uint32_t k_side = ring.take();
-      if (tile == first_tile) MARK(6);
       if (has_row) {
         newest.put(k_side, false);
         order_before_copies();
@@ -340,10 +329,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
       __syncwarp();
       ring.fetch();
     }
-    MARK(7);
     put_result(found, own, pairs + warp * 4);
     __syncthreads();
-    MARK(8);
     Merged merged;
     merged.find_maximum(kWarps, pairs);
     merged.add(kWarps, rings + warp * kSliceBytes, kRingBytes, pairs);
@@ -351,17 +338,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
       write_record(record, warp, merged);
       order_before_copies();
       __syncthreads();
-      MARK(9);
       if (threadIdx.x == 0) {
         const auto last = static_cast<uint32_t>(item.splits - 1);
         is_last = arrive_at(counter, last) == last;
       }
       __syncthreads();
-      MARK(10);
       if (!is_last) continue;
       merged =
           merge_splits<kRingBytes>(record - item.split * kRecordBytes, item.splits, own, pairs);
-      MARK(11);
     }
     write_slice(job, item, warp, merged, sinks);
     order_before_copies();
@@ -371,7 +355,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
     wait_for_previous_kernel();
     let_next_kernel_start();
   }
-  MARK(12);
 }
 
 // ------------------------------------------------------------------------------ window
@@ -381,13 +364,13 @@ constexpr int kMostWindowTiles = kWindowCtas * kWarps;
 static_assert(kWindowCtas == kAttentionGroup);
 
 // Dynamic shared memory: a tile for each warp that may have one, in whose place its result comes.
-template <int kCtas>
-__global__ void __launch_bounds__(kWarps* kWarp, kCtas)
+__global__ void __launch_bounds__(kWarps* kWarp, 4)
     attention_window(const __grid_constant__ Job job) {
   extern __shared__ uint8_t dynamic[];
   __shared__ HeadPair pairs[kWarps * 4];
-  __shared__ float cta_out[kWindowCtas][kAttentionHeadDim];  // of this CTA's head, from all CTAs
-  __shared__ float2 cta_stats[kWindowCtas];                  // maximum and total
+  // Of this CTA's head, from all CTAs.
+  __shared__ __align__(16) float cta_out[kWindowCtas][kAttentionHeadDim];
+  __shared__ float2 cta_stats[kWindowCtas];  // maximum and total
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = lane_index();
   const auto rank = static_cast<int>(cluster_rank());
   const auto kv_head = static_cast<int>(blockIdx.y), request = static_cast<int>(blockIdx.z);
@@ -395,7 +378,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
   uint8_t* own = tiles + warp * 2 * kSideBytes;
   const uint32_t k_side = shared_address(own), v_side = k_side + kSideBytes;
 
-  MARK(0);
   const int length = job.in.lengths[request];
   const int head = kv_head * kAttentionGroup + rank;  // that this CTA writes
   const float sink = sink_of(job.in, head);
@@ -416,10 +398,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
   }
   __syncwarp();
   arrive_cluster();  // this CTA's shared memory is there
-  MARK(2);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  MARK(3);
   if (has_tile) {
     Queries queries;
     queries.load(job.in, request, kv_head);
@@ -432,7 +412,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
     __syncwarp();  // every lane's copies, before the row comes over one of them
     if (has_row) newest.put(k_side, false);
     __syncwarp();
-    MARK(6);
     found.weigh(k_side, queries, job.scale, first, last);
     await_copies<0>();
     __syncwarp();
@@ -440,13 +419,10 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
     if (first > 0 || last < kAttentionTile) clear_values(v_side, first, last);
     __syncwarp();
     found.add_values(v_side);
-    MARK(7);
     put_result(found, own, pairs + warp * 4);
   }
   __syncthreads();
-  MARK(8);
   await_cluster();
-  MARK(9);
 
   // Each warp merges a slice, whose eight heads go to eight CTAs.
   const int rest = keys.tiles() - rank;
@@ -469,7 +445,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
   __syncwarp();
   arrive_cluster();
   await_cluster();
-  MARK(10);
   const int element = static_cast<int>(threadIdx.x) * 2;
   if (element >= kAttentionHeadDim) return;
   float maximum = -INFINITY;
@@ -488,7 +463,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
   const float none = without_tiles(length);
   *reinterpret_cast<uint32_t*>(out_of_head(job.in, request, head) + element) =
       keys.tiles() == 0 ? pack_bf16(none, none) : pack_bf16(low * inverse, high * inverse);
-  MARK(12);
 }
 
 // ------------------------------------------------------------------------------ launches
@@ -574,7 +548,6 @@ cudaError_t launch_long(const Job& job, int64_t items, const Launch& launch) {
   return launch_kernel(launch, shape, attention_long<kSides, kCtas>, job);
 }
 
-template <int kCtas>
 cudaError_t launch_window(const Job& job, const Launch& launch) {
   Shape shape;
   shape.grid = dim3(kWindowCtas, static_cast<unsigned>(job.in.cache.kv_heads),
@@ -584,7 +557,7 @@ cudaError_t launch_window(const Job& job, const Launch& launch) {
   const int tiles = (job.in.window + kAttentionTile - 2) / kAttentionTile + 1;
   shape.shared_bytes = ceil_div(tiles, kWindowCtas) * 2 * kSideBytes + kSideAlignment;
   shape.cluster = kWindowCtas;
-  return launch_kernel(launch, shape, attention_window<kCtas>, job);
+  return launch_kernel(launch, shape, attention_window, job);
 }
 
 }  // namespace
@@ -613,11 +586,7 @@ int64_t attention_partials(const AttentionDecode& in) {
 
 cudaError_t attention_decode(const AttentionDecode& in, const Launch& launch) {
   Job job = job_of(in);
-  const int plan = std::getenv("FLINT_PLAN") ? std::atoi(std::getenv("FLINT_PLAN")) : 0;
-  if (is_short(in)) {
-    if (plan == 1) return launch_window<4>(job, launch);
-    return launch_window<3>(job, launch);
-  }
+  if (is_short(in)) return launch_window(job, launch);
   if (!make_map(job.pages.k, in.cache, job.pages.blocks) ||
       !make_map(job.pages.v, in.cache, job.pages.blocks)) {
     return cudaErrorNotSupported;

@@ -18,7 +18,7 @@ static_assert(kOutBytes <= kSideBytes);
 inline constexpr float kLog2e = 1.44269504f;
 
 // Of the lane's two heads.
-struct HeadPair {
+struct alignas(16) HeadPair {
   float maximum[2], total[2];
 };
 static_assert(sizeof(HeadPair) == 16);
