@@ -17,7 +17,6 @@ from torch import Tensor
 from flint_kernels import ops
 from flint_kernels.model import cos_sin_table
 from flint_kernels.ops import REGISTRY
-from microbench import attention_stand_in
 from microbench.cases import Group, Outputs, Subject, bench, decode, generator, near_one, randn
 from microbench.cases.decode import CHECKPOINTS, EPS, PAGE, launch_bytes
 from microbench.cases.kv_write import THETA
@@ -30,12 +29,7 @@ Attend = Callable[..., None]
 
 
 def window_attention(arguments: Arguments, out: Tensor, *, enable_pdl: bool) -> None:
-    """What stands in the chain for attention. It takes part in PDL, or the chain would be none."""
-    fits = arguments["k_cache"].numel() // out.shape[0] >= 16 * attention_stand_in.ELEMENTS
-    if out.is_cuda and fits:
-        attention_stand_in.attend(arguments, out, enable_pdl=enable_pdl)
-    else:  # small sizes, and where there is no GPU
-        ops.attention_decode(**arguments, out=out, enable_pdl=enable_pdl)
+    ops.attention_decode(**arguments, out=out, enable_pdl=enable_pdl)
 
 
 class Layers:
@@ -217,7 +211,6 @@ def groups(name: str, device: torch.device, attend: Attend | None) -> Iterator[G
                 lambda _, chain=chain: chain,  # type: ignore[misc]
                 subjects,
                 checkpoint=checkpoint,
-                note=attention_stand_in.NOTE if attend is not None else "",
             )
 
 

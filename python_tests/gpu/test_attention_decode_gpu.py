@@ -1,4 +1,4 @@
-"""The library's decode attention: against the oracle, bit by bit, in graphs and behind other kernels.
+"""The library's decode attention: against the oracle, bit by bit, in graphs, behind other kernels.
 
 With ATTENTION_DEVICE=cpu the tests run against the CPU's bodies at small sizes, which finds their
 own mistakes.
