@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "cuda/arrival.cuh"
 #include "cuda/attention.h"
 #include "cuda/attention_merge.cuh"
 #include "cuda/cluster.cuh"
@@ -195,17 +196,6 @@ __device__ __forceinline__ void write_slice(const Job& job, const Item& item, in
   }
 }
 
-// How many arrived before this thread, whose CTA's writes are seen by who arrives later. With
-// number `last` the counter is back to zero.
-__device__ __forceinline__ uint32_t arrive_at(uint32_t* counter, uint32_t last) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(last)
-               : "memory");
-  return before;
-}
-
 // By the CTA whose split was the last to be written: all of them, a slice a warp. `own` is the
 // warp's ring, `pairs` room for all pairs of heads.
 template <int kRingBytes>
@@ -275,11 +265,11 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
     for (int i = 0; i < 2; ++i) {
       sinks[i] = sink_of(job.in, item.kv_head * kAttentionGroup + lane_index() % 4 * 2 + i);
     }
-    // Kept from here on: what of the parameters is read only at the end comes late.
     char* record = record_of(job, item, item.split);
     uint32_t* counter =
         job.in.counters + int64_t{item.request} * job.in.cache.kv_heads + item.kv_head;
-    asm volatile("" : "+l"(record), "+l"(counter));
+    keep(record);
+    keep(counter);
     const int first_tile = item.keys.tile + warp;
     ring.start(item, first_tile);
 #pragma unroll 1

@@ -12,6 +12,7 @@
 #include "cuda/attention.h"
 #include "cuda/bulk_copy.cuh"
 #include "cuda/device.cuh"
+#include "cuda/matrices.cuh"
 
 namespace flint::cuda {
 
@@ -36,12 +37,6 @@ __device__ __forceinline__ uint8_t* aligned_side(uint8_t* shared) {
 }
 
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarp; }
-
-__device__ __forceinline__ void store_shared(uint32_t to, const uint4& value) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
-               : "memory");
-}
 
 // K or V of the cache; `map` for bulk copies: [blocks][kv_heads][box][row][element].
 struct Side {

@@ -13,41 +13,9 @@
 
 namespace flint::cuda {
 
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // A maximum as it is subtracted: where every logit is -inf, 0, since -inf - -inf would be NaN.
 __device__ __forceinline__ float base_of(float maximum) {
   return maximum == -INFINITY ? 0.0f : maximum;
-}
-
-// Four 8 x 8 matrices of BF16; lanes 8 i ... give the rows of matrix i.
-__device__ __forceinline__ uint4 load_matrices(uint32_t from) {
-  uint4 value;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(from)
-               : "memory");
-  return value;
-}
-
-// The same, each transposed.
-__device__ __forceinline__ uint4 load_transposed(uint32_t from) {
-  uint4 value;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(from)
-               : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint32_t transposed(uint32_t matrix) {
-  uint32_t result;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
-  return result;
 }
 
 // The eight query heads of a KV head as the product's small operand: lane 4 g + t has of head g the
@@ -61,7 +29,7 @@ struct Queries {
                        head * in.q_head_stride + lane_index() % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kAttentionHeadDim / 8; ++i) {
-      asm volatile("ld.global.u32 %0, [%1];" : "=r"(pairs[i]) : "l"(from + 8 * i) : "memory");
+      pairs[i] = load_activation(reinterpret_cast<const uint32_t*>(from + 8 * i));
     }
   }
 };

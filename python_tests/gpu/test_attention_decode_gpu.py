@@ -10,11 +10,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import attention_case
 import op_samples
 import pytest
 import torch
+from attention_case import relative_error
 from op_samples import BF16, LAYOUTS, int32
-from support import bits, captured, relative_error
+from support import bits, captured
 from torch import Tensor
 
 from flint_kernels import ops
@@ -41,96 +43,19 @@ def _errors_belong_to_their_test() -> Iterator[None]:
 
 
 def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, device=DEVICE) * scale).to(BF16)
+    return attention_case.randn(DEVICE, *shape, seed=seed, scale=scale)
 
 
-class Case:
-    """Requests of given lengths over pages in shuffled order; what none may read is NaN or wild."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        *,
-        page: int = 16,
-        layout: str = "hnd",
-        window: int = 0,
-        width: int = 0,
-        kv_heads: int = KV_HEADS,
-        seed: int = 0,
-    ) -> None:
-        self.window, self.page = window, page
-        pages = [-(-length // page) for length in lengths]
-        # Page 0 and the last ones belong to nobody.
-        blocks = sum(pages) + 3
-        self.k, self.v = (
-            cache.to(DEVICE) for cache in caches(layout, blocks, page, kv_heads, seed)
-        )
-        order = torch.randperm(sum(pages), generator=op_samples.rng(seed)) + 1
-        self.table = torch.full((len(lengths), max(width, *pages, 1)), 2**31 - 1, dtype=torch.int32)
-        unread = torch.ones(blocks, page, dtype=torch.bool)
-        for row, (length, mine) in enumerate(zip(lengths, order.split(pages), strict=True)):
-            first = max(0, length - window) if window else 0
-            seen = torch.arange(first, length)
-            unread[mine[seen // page], seen % page] = False
-            self.table[row, first // page : len(mine)] = mine[first // page :].to(torch.int32)
-        for cache in (self.k, self.v):
-            cache[unread.to(DEVICE)] = torch.nan
-        self.table = self.table.to(DEVICE)
-        self.lengths = int32(*lengths).to(DEVICE)
-        self.q = randn(len(lengths), kv_heads * native_attention.GROUP, DIM, seed=seed + 9)
-        self.sinks = randn(self.q.shape[1], seed=seed + 10).float()
-
-    def run(self, rows: slice = slice(None), **options: Any) -> Tensor:
-        return ops.attention_decode(
-            self.q[rows], self.k, self.v, self.table[rows], self.lengths[rows], self.sinks,
-            self.window, **options,
-        )  # fmt: skip
-
-    def reference(self, dtype: torch.dtype) -> Tensor:
-        tensors = [tensor.to(dtype) for tensor in (self.q, self.k, self.v)]
-        return reference.attention_decode(
-            *tensors, self.table, self.lengths, self.sinks, self.window, None
-        )
-
-
-def caches(layout: str, blocks: int, page: int, kv_heads: int, seed: int) -> tuple[Tensor, ...]:
-    """As `op_samples.caches`, filled on the device."""
-    empty = op_samples.caches(layout, 1, page, kv_heads, DIM)
-    made = []
-    memory: dict[int, Tensor] = {}
-    for index, one in enumerate(empty):
-        base = one.untyped_storage().data_ptr()
-        size = one.untyped_storage().nbytes() // 2
-        if base not in memory:
-            memory[base] = randn(blocks, size, seed=seed + index)
-        made.append(
-            memory[base].as_strided(
-                (blocks, *one.shape[1:]), (size, *one.stride()[1:]), one.storage_offset()
-            )
-        )
-    return tuple(made)
+def Case(lengths: list[int], **options: Any) -> attention_case.Case:
+    return attention_case.Case(lengths, DEVICE, **options)
 
 
 def some_lengths(count: int, seed: int, most: int = LONGEST) -> list[int]:
     return torch.randint(0, most, (count,), generator=op_samples.rng(seed)).tolist()
 
 
-def assert_near_the_oracle(case: Case) -> None:
-    """At most 1.1 of the distance that plain PyTorch at BF16 has; a request without keys: zeros."""
-    got = case.run()
-    truth = case.reference(torch.float32)
-    plain = case.reference(BF16)
-    assert bool(got.isfinite().all())
-    some = case.lengths > 0
-    assert not got[~some].any()
-    if not bool(some.any()):
-        return
-    error = relative_error(got[some], truth[some])
-    assert error <= 1.1 * relative_error(plain[some], truth[some])
-    # And no single head may hide behind the others: of each, an ulp and a flipped rounding or two.
-    difference = (got.float() - truth).norm(dim=-1)
-    assert bool((difference <= 2**-6 * truth.norm(dim=-1).clamp_min(1e-3)).all())
+def assert_near_the_oracle(case: attention_case.Case) -> None:
+    case.assert_near_the_oracle(case.run())
 
 
 # ------------------------------------------------------------------------------------- its values
