@@ -105,10 +105,10 @@ __device__ __forceinline__ Item item_of(const Job& job, const uint16_t* ends, in
 template <int kSides>
 class TileRing {
  public:
-  __device__ __forceinline__ TileRing(const Job& job, uint32_t ring, uint32_t barriers)
+  __device__ __forceinline__ TileRing(const Job& job, uint32_t ring, Barrier* barriers)
       : job_(job), ring_(ring), barriers_(barriers) {
     if (lane_index() == 0) {
-      for (int i = 0; i < kSides; ++i) make_barrier(barriers + i * 8);
+      for (int i = 0; i < kSides; ++i) barriers[i].init(1);
       publish_barriers();
     }
     __syncwarp();
@@ -132,7 +132,7 @@ class TileRing {
     }
     const int page = __shfl_sync(0xffffffffu, page_, count_ / 2 % kWarp);
     const bool is_v = count_ % 2 != 0;
-    fetch_side(ring_ + fetch_slot_ * kSideBytes, barriers_ + fetch_slot_ * 8, job_.pages,
+    fetch_side(ring_ + fetch_slot_ * kSideBytes, barriers_[fetch_slot_], job_.pages,
                TilePlace(job_.pages, tile_, page, kv_head_), is_v);
     fetch_slot_ = fetch_slot_ + 1 == kSides ? 0 : fetch_slot_ + 1;
     ++count_;
@@ -141,7 +141,7 @@ class TileRing {
 
   // The oldest side, once it is there.
   __device__ __forceinline__ uint32_t take() {
-    await(barriers_ + take_slot_ * 8, phase_);
+    barriers_[take_slot_].wait(phase_);
     const uint32_t side = ring_ + take_slot_ * kSideBytes;
     if (++take_slot_ == kSides) {
       take_slot_ = 0;
@@ -152,7 +152,8 @@ class TileRing {
 
  private:
   const Job& job_;
-  uint32_t ring_, barriers_;
+  uint32_t ring_;
+  Barrier* barriers_;
   const int32_t* row_ = nullptr;
   int kv_head_ = 0, tile_ = 0, tile_end_ = 0;
   int count_ = 0;  // of sides
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
   constexpr int kRingBytes = kSides * kSideBytes;
   extern __shared__ uint8_t dynamic[];
   __shared__ HeadPair pairs[kMostSplits * 4];
-  __shared__ uint64_t barriers[kWarps * kSides];
+  __shared__ Barrier barriers[kWarps * kSides];
   __shared__ uint16_t ends[kMostAttentionRequests + 1];
   __shared__ bool is_last;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -244,7 +245,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
     prefetch_map(job.pages.k.map);
     prefetch_map(job.pages.v.map);
   }
-  TileRing<kSides> ring(job, shared_address(own), shared_address(barriers + warp * kSides));
+  TileRing<kSides> ring(job, shared_address(own), barriers + warp * kSides);
   int items = 0;
   if (job.in.requests == 1) {
     const AttentionKeys keys = attention_keys(job.in.lengths[0], job.capacity, job.in.window);
@@ -361,6 +362,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   // Of this CTA's head, from all CTAs.
   __shared__ __align__(16) float cta_out[kWindowCtas][kAttentionHeadDim];
   __shared__ float2 cta_stats[kWindowCtas];  // maximum and total
+  __shared__ Barrier complete;               // when all of them have come
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = lane_index();
   const auto rank = static_cast<int>(cluster_rank());
   const auto kv_head = static_cast<int>(blockIdx.y), request = static_cast<int>(blockIdx.z);
@@ -386,8 +388,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
     fetch_side(v_side, job.pages, place, true);
     close_copies();
   }
+  if (threadIdx.x == 0) {
+    complete.init(1);
+    publish_barriers();
+    complete.arrive_expecting(sizeof(cta_out) + sizeof(cta_stats));
+  }
   __syncwarp();
-  arrive_cluster();  // this CTA's shared memory is there
+  announce_cluster();
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (has_tile) {
@@ -425,18 +432,20 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   for (int i = 0; i < 2; ++i) {
     const auto to = static_cast<uint32_t>(2 * t + i);
     float* element = &cta_out[rank][warp * 16 + g];
-    store_cluster(shared_of(to, element), __float_as_uint(merged.weighted[i]));
-    store_cluster(shared_of(to, element + 8), __float_as_uint(merged.weighted[2 + i]));
+    const uint32_t barrier = shared_of(to, &complete);
+    const auto send = [&](const float* here, float value) {
+      send_cluster(shared_of(to, here), __float_as_uint(value), barrier);
+    };
+    send(element, merged.weighted[i]);
+    send(element + 8, merged.weighted[2 + i]);
     if (warp == 0 && g == 0) {
-      store_cluster(shared_of(to, &cta_stats[rank].x), __float_as_uint(merged.heads.maximum[i]));
-      store_cluster(shared_of(to, &cta_stats[rank].y), __float_as_uint(merged.heads.total[i]));
+      send(&cta_stats[rank].x, merged.heads.maximum[i]);
+      send(&cta_stats[rank].y, merged.heads.total[i]);
     }
   }
-  __syncwarp();
-  arrive_cluster();
-  await_cluster();
   const int element = static_cast<int>(threadIdx.x) * 2;
   if (element >= kAttentionHeadDim) return;
+  complete.wait(0);
   float maximum = -INFINITY;
 #pragma unroll
   for (int i = 0; i < kWindowCtas; ++i) maximum = fmaxf(maximum, cta_stats[i].x);

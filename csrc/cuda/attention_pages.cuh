@@ -77,14 +77,14 @@ __device__ __forceinline__ void put_broken_side(uint32_t to) {
 }
 
 // By a warp: a side on its way by a bulk copy, whose arrival ends a phase of `barrier`.
-__device__ __forceinline__ void fetch_side(uint32_t to, uint32_t barrier, const Pages& pages,
+__device__ __forceinline__ void fetch_side(uint32_t to, Barrier& barrier, const Pages& pages,
                                            const TilePlace& place, bool is_v) {
   if (!pages.has(place.page)) {
     put_broken_side(to);
     __syncwarp();
-    if (lane_index() == 0) arrive(barrier);
+    if (lane_index() == 0) barrier.arrive_expecting(0);
   } else if (lane_index() == 0) {
-    arrive_expecting(barrier, kSideBytes);
+    barrier.arrive_expecting(kSideBytes);
     copy_box(to, (is_v ? pages.v : pages.k).map, {0, place.row, 0, place.kv_head, place.page},
              barrier);
   }
