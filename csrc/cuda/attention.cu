@@ -514,8 +514,8 @@ PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// False where the driver makes no such map. No hint for the L2: asked to fetch more than is read,
-// or to let it go first, it streams 3 to 4% slower.
+// False where the driver makes no such map. No hint for the L2: an H200 streamed more slowly where
+// it was asked to fetch more than is read, or to let the lines go first.
 bool make_map(Side& side, const KvCache& cache, int blocks) {
   const auto encode = tensor_map_encoder();
   if (encode == nullptr) return false;
