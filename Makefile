@@ -47,6 +47,7 @@ INSTALL := $(PIP) install --quiet --no-build-isolation --editable
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE_INPUTS := pyproject.toml setup.py $(NATIVE_SOURCES)
+FORMATTED := $(NATIVE_SOURCES) docs/examples/*.cpp $(shell find python_tests/emulation -type f)
 # One thread a process: OpenMP threads that spin while others want the core cost more than they do.
 ONE_THREAD := OMP_NUM_THREADS=1
 
@@ -71,12 +72,12 @@ lint: $(STAMPS)/dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(CLANG_FORMAT) --dry-run --Werror $(NATIVE_SOURCES) docs/examples/*.cpp
+	$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
 
 format: $(STAMPS)/dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(CLANG_FORMAT) -i $(NATIVE_SOURCES) docs/examples/*.cpp
+	$(CLANG_FORMAT) -i $(FORMATTED)
 
 docs: $(STAMPS)/package
 	$(PY) docs/generate_ops.py
@@ -102,7 +103,7 @@ vllm-test: $(STAMPS)/vllm
 	$(ONE_THREAD) $(PY) -m pytest -m vllm python_tests/test_vllm.py $(PYTEST_ARGS)
 
 gpu-test: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
+	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
 
 gpu-bench: $(STAMPS)/package
 	$(PY) -m microbench.kernels --output build/results/$(GPU)

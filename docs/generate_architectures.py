@@ -17,7 +17,15 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import flint_kernels  # noqa: F401  (registers the bodies)
-from flint_kernels.backends import cpu, cuda, gpu_general, native_cpu, native_decode, native_many
+from flint_kernels.backends import (
+    cpu,
+    cuda,
+    gpu_general,
+    native_attention,
+    native_cpu,
+    native_decode,
+    native_many,
+)
 from flint_kernels.ops import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +38,9 @@ ARCHITECTURES = {
     "sm_103a": ("B300, GB300", "compiled, **never run**"),
     "sm_120a": ("RTX PRO 6000 Blackwell, RTX 50", "compiled, **never run**"),
 }
+
+# Kernels for some calls alone, and on some of the architectures: what their cells say.
+LIMITED = {"few": native_decode, "many": native_many, "heads": native_attention}
 
 HEAD = """\
 # Ops and architectures
@@ -50,7 +61,10 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
   other GPU the general body runs; `flint-kernels info` says which it is and why. **few** is a
   kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. **many** is
   one for BF16 with NVFP4 weights that takes any number of rows and widths of a multiple of 256; it
-  comes after the one for few. Any other call runs the general body.
+  comes after the one for few. **heads** is decode attention: for up to 256 requests in BF16, 8
+  query heads a KV head, a head_dim of 128 and pages of 16, 32, 64 ... tokens (`takes` in
+  `backends/native_attention.py` tells); experimental, and asked only where
+  `FLINT_KERNELS_EXPERIMENTAL=1`. Any other call runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left
 alone; where it was built without nvcc it has none of them, says so, and the other columns hold.
@@ -62,7 +76,12 @@ alone; where it was built without nvcc it has none of them, says so, and the oth
 STATEMENT = """\
 Everything of a GPU, general bodies and kernels, has been run on the H200 and on no other GPU. What
 is compiled for the other architectures is the same source; whether its results are right there, and
-how fast it is, was not measured.
+how fast it is, was not measured. Two things are behind the rest. The kernels for **many** tokens
+were held to FP64 and to their peers on the H200, and measured; their tests of record
+(`python_tests/gpu/test_many_gpu.py`), and the bodies that call them for qkv and for gate/up and
+down alone, have not run there yet. Decode attention's GPU tests passed on the H200 with two earlier
+forms of the kernels; the present one has been tested by emulation on the CPU alone
+(`python_tests/test_emulated_attention.py`), and is not in use unless asked for.
 """
 
 
@@ -105,7 +124,8 @@ def general(name: str) -> str:
 
 def kernel_sources(name: str) -> list[str]:
     """The files whose kernels op `name` launches, by itself or by another op."""
-    found = (source for body in cuda.fast_bodies(name) for source in launched_from(body))
+    bodies = cuda.fast_bodies(name, experimental=True)
+    found = (source for body in bodies for source in launched_from(body))
     return list(dict.fromkeys(found))
 
 
@@ -125,12 +145,12 @@ def launched_from(body: Callable[..., Any]) -> Iterator[str]:
 
 def kernel_cell(name: str, architecture: str) -> str:
     """For how much of op `name` kernels of the library run on a GPU of that architecture."""
-    limited = {"few": native_decode, "many": native_many}
-    if cuda.fast_bodies(name) and not any(hasattr(module, name) for module in limited.values()):
+    bodies = cuda.fast_bodies(name, experimental=True)
+    if bodies and not any(hasattr(module, name) for module in LIMITED.values()):
         return "yes"
     found = (
-        size
-        for size, module in limited.items()
+        word
+        for word, module in LIMITED.items()
         if hasattr(module, name) and architecture in module.ARCHITECTURES
     )
     return ", ".join(found) or "-"

@@ -213,6 +213,12 @@ def prefill_kernels() -> str:
     return markdown([*head, "times as fast"], lines) + conditions(meta) if lines else NOT_MEASURED
 
 
+def attention() -> str:
+    """Decode attention beside the floor of its bytes and its best peer."""
+    meta, rows = kernel_rows("attention")
+    return kernel_table(rows) + conditions(meta) if rows else NOT_MEASURED
+
+
 def layer_chain() -> str:
     """All layers of a decode step behind each other, with PDL and without."""
     meta, rows = kernel_rows("decode_kernels")
@@ -328,6 +334,7 @@ def wheel() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "attention": attention,
     "cpu": cpu,
     **{f"decode-kernels-{name}": partial(decode_kernels, name) for name in CHECKPOINTS},
     "kernel-headlines": kernel_headlines,

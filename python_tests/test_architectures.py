@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 from test_cuda_build import cuobjdump, fat_binary_entries, number
 
-from flint_kernels.backends import native, native_cpu, native_cuda, native_decode, native_many
+from flint_kernels.backends import (
+    native,
+    native_attention,
+    native_cpu,
+    native_cuda,
+    native_decode,
+    native_many,
+)
 from flint_kernels.ops import REGISTRY
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +48,11 @@ def plain(cell: str) -> str:
 
 ARCHITECTURES, OPS = tables()
 PROMISED = [row["architecture"] for row in ARCHITECTURES]
+LIMITED = {
+    "few": native_decode,
+    "many": native_many,
+    "heads": native_attention,
+}  # kernels for some calls alone
 
 
 def sources_by_architecture() -> dict[str, set[str]]:
@@ -110,10 +122,10 @@ def test_every_op_has_a_row_and_its_bodies() -> None:
         if hasattr(native_cuda, name):
             assert set(kernels.values()) == {"yes"}, name
         else:
-            for size, module in (("few", native_decode), ("many", native_many)):
-                found = {one for one, cell in kernels.items() if size in cell.split(", ")}
+            for word, module in LIMITED.items():
+                found = {one for one, cell in kernels.items() if word in cell.split(", ")}
                 assert found == set(module.ARCHITECTURES if hasattr(module, name) else ()), name
-        assert set(kernels.values()) <= {"yes", "few", "many", "few, many", "-"}
+        assert set(kernels.values()) <= {"yes", *LIMITED, "few, many", "-"}
         assert (row["CUDA kernels in"] == "-") == (set(kernels.values()) == {"-"}), name
 
 

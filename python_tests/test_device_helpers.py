@@ -422,3 +422,44 @@ def test_the_arranged_order_of_columns(helpers: Any) -> None:
                          column % 4)  # fmt: skip
         assert place[column] == column // 256 * 256 + 64 * p + 16 * s + 8 * e + 2 * t + b
     assert sorted(place) == list(range(512))
+
+
+# ------------------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("window", [0, 1, 15, 16, 17, 513, 1009])
+def test_tiles_hold_what_a_query_sees_and_no_tile_without_a_key(helpers: Any, window: int) -> None:
+    tile = helpers.ATTENTION_TILE
+    for length in range(1, 1100):
+        first, last, begin, end = helpers.attention_keys(length, 2048, window)
+        assert list(range(first, last)) == list(range(length))[-window:]
+        assert begin == first // tile and (end - 1) * tile < last <= end * tile
+
+
+def test_lengths_that_a_table_cannot_name_have_no_keys(helpers: Any) -> None:
+    for length in (-(2**31), -1, 0, 2049, 2**31 - 1):
+        assert helpers.attention_keys(length, 2048, 513) == (0, 0, 0, 0)
+    most = 2**31 - 1
+    first, last, begin, end = helpers.attention_keys(most, 2**40, 513)
+    assert (first, last, begin, end) == (most - 513, most, (most - 513) // 16, 2**31 // 16)
+
+
+@pytest.mark.parametrize("most", [1, 16, 33, 37, 64])
+def test_splits_cover_the_tiles_once_and_none_is_empty(helpers: Any, most: int) -> None:
+    for tiles in (*range(1100), 6250, 16_384, 2**27):
+        count, each = helpers.attention_splits(tiles, most)
+        assert 1 <= count <= most
+        assert (count - 1) * each < max(tiles, 1) and tiles <= count * each
+        # No more of them than the room for partial results is reckoned for.
+        assert count <= max(1, -(-tiles // helpers.LEAST_SPLIT_TILES))
+        if tiles:
+            assert each >= min(tiles, helpers.LEAST_SPLIT_TILES)
+
+
+def test_a_long_request_of_one_gpu_is_split_evenly(helpers: Any) -> None:
+    """33 splits of each of 4 KV heads are the 132 multiprocessors of an H200."""
+    for length in (50_000, 100_000, 262_144):
+        tiles = -(-length // helpers.ATTENTION_TILE)
+        count, each = helpers.attention_splits(tiles, 33)
+        assert count == 33
+        assert each * 33 <= 1.02 * tiles

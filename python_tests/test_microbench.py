@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from microbench.cases import (
     Group,
     Subject,
     activation,
+    attention,
     decode,
     kv_write,
     moe_layer_chain,
@@ -155,11 +157,12 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Group]]:
     monkeypatch.setattr(kv_write, "POSITIONS", 1024)
     monkeypatch.setattr(decode, "MODEL", decode.TINY)
     monkeypatch.setattr(prefill, "ROWS", (5, 8))
+    monkeypatch.setattr(attention, "CASES", ((1, 90, 0), (3, 200, 33)))
     registry = cases.load()
 
     def of(name: str) -> list[Group]:
         found = list(registry[name](CPU))
-        return [group for group in found if int(group.label.split("M=")[1].split()[0]) <= 8]
+        return [group for group in found if int(re.split("[MB]=", group.label)[1].split()[0]) <= 8]
 
     return of
 
@@ -171,8 +174,9 @@ DECODE_KERNELS = [
     "ll_router", "lm_head",
 ]  # fmt: skip
 PREFILL_KERNELS = ["experts_around", "experts_down", "experts_gate_up", "linear"]
+ATTENTION = ["attention_decode"]
 LAYERS = "moe_layer_chain"  # a chain that is one launch: nothing of it is linked to another
-KERNELS = sorted(ROW_KERNELS + DECODE_KERNELS)
+KERNELS = sorted(ROW_KERNELS + DECODE_KERNELS + ATTENTION)
 
 
 def test_the_benchmarks_are_those_of_the_kernels() -> None:
@@ -180,7 +184,9 @@ def test_the_benchmarks_are_those_of_the_kernels() -> None:
     assert {"rms_norm_plans", f"{LAYERS}_without_attention"} == cases.ON_REQUEST
     kernels_json = [name for name, file in cases.FILES.items() if file == "kernels"]
     assert sorted(kernels_json) == sorted([*ROW_KERNELS, "rms_norm_plans"])
-    assert set(cases.FILES.values()) == {"kernels", "decode_kernels", "prefill_kernels"}
+    assert set(cases.FILES.values()) == {
+        "kernels", "decode_kernels", "prefill_kernels", "attention",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -228,7 +234,8 @@ def test_each_launch_of_a_chain_depends_on_the_first(
         # A few rows of a decode step are linked by memory: other rows of the next launch depend.
         sets = [group.make(index) for index in range(4 if name in ROW_KERNELS else 2)]
         if change:
-            first = sets[0].qkv if name == "qk_norm_rope_kv_write" else sets[0].x
+            inputs = {"qk_norm_rope_kv_write": "qkv", "attention_decode": "q"}
+            first = getattr(sets[0], inputs.get(name, "x"))
             first *= -1
         outputs = [subject.call(buffers) for buffers in subject.arrange(sets)]
         return outputs[-1][0]

@@ -8,31 +8,47 @@ many. Which of them it is follows from the call's form, the process and the GPU 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from flint_kernels.backends import gpu_general, native, native_cuda, native_decode, native_many
+from flint_kernels.backends import (
+    gpu_general,
+    native,
+    native_attention,
+    native_cuda,
+    native_decode,
+    native_many,
+)
 from flint_kernels.ops import REGISTRY, implement
 
 Body = Callable[..., Any]
 
+EXPERIMENTAL_VARIABLE = "FLINT_KERNELS_EXPERIMENTAL"
+"""Set to 1 before the import, this environment variable puts kernels into use whose present form
+has not passed its tests on a GPU."""
+
 
 def register() -> None:
     """A choice between the bodies under each op that has a kernel in the library."""
+    experimental = os.environ.get(EXPERIMENTAL_VARIABLE, "0") not in ("", "0")
     for name in REGISTRY:
-        fast = fast_bodies(name)
+        fast = fast_bodies(name, experimental=experimental)
         if fast:
             choice = _choice(name, _first_to_take(fast), gpu_general.general_body(name))
             implement(name, "CUDA", choice, out_body=choice)
 
 
-def fast_bodies(name: str) -> list[Body]:
+def fast_bodies(name: str, *, experimental: bool) -> list[Body]:
     """The bodies of op `name` that launch the library's kernels, in the order in which they are
-    asked; none where there is no kernel."""
-    modules = (native_cuda, native_decode, native_many)
+    asked; none where there is no kernel. `experimental`: those among them too."""
+    modules: list[ModuleType] = [native_cuda, native_decode, native_many]
+    if experimental:
+        modules.append(native_attention)
     return [getattr(module, name) for module in modules if hasattr(module, name)]
 
 
