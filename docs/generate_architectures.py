@@ -25,6 +25,7 @@ from flint_kernels.backends import (
     native_cpu,
     native_decode,
     native_many,
+    native_router,
 )
 from flint_kernels.ops import REGISTRY
 
@@ -40,7 +41,12 @@ ARCHITECTURES = {
 }
 
 # Kernels for some calls alone, and on some of the architectures: what their cells say.
-LIMITED = {"few": native_decode, "many": native_many, "heads": native_attention}
+LIMITED = {
+    "few": native_decode,
+    "many": native_many,
+    "heads": native_attention,
+    "topk": native_router,
+}
 
 HEAD = """\
 # Ops and architectures
@@ -63,8 +69,9 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
   one for BF16 with NVFP4 weights that takes any number of rows and widths of a multiple of 256; it
   comes after the one for few. **heads** is decode attention: for up to 256 requests in BF16, 8
   query heads a KV head, a head_dim of 128 and pages of 16, 32, 64 ... tokens (`takes` in
-  `backends/native_attention.py` tells); experimental, and asked only where
-  `FLINT_KERNELS_EXPERIMENTAL=1`. Any other call runs the general body.
+  `backends/native_attention.py` tells). **topk** is the choice of up to 32 of 1,024 experts in
+  BF16. These two are experimental, and asked only where `FLINT_KERNELS_EXPERIMENTAL=1`. Any other
+  call runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left
 alone; where it was built without nvcc it has none of them, says so, and the other columns hold.
@@ -76,12 +83,13 @@ alone; where it was built without nvcc it has none of them, says so, and the oth
 STATEMENT = """\
 Everything of a GPU, general bodies and kernels, has been run on the H200 and on no other GPU. What
 is compiled for the other architectures is the same source; whether its results are right there, and
-how fast it is, was not measured. Two things are behind the rest. The kernels for **many** tokens
+how fast it is, was not measured. Some are behind the rest. The kernels for **many** tokens
 were held to FP64 and to their peers on the H200, and measured; their tests of record
 (`python_tests/gpu/test_many_gpu.py`), and the bodies that call them for qkv and for gate/up and
 down alone, have not run there yet. Decode attention's GPU tests passed on the H200 with two earlier
 forms of the kernels; the present one has been tested by emulation on the CPU alone
-(`python_tests/test_emulated_attention.py`), and is not in use unless asked for.
+(`python_tests/test_emulated_attention.py`), and is not in use unless asked for; nor is the kernel
+of `router_topk`, which has never run.
 """
 
 

@@ -23,6 +23,7 @@ from flint_kernels.backends import (
     native_cuda,
     native_decode,
     native_many,
+    native_router,
 )
 from flint_kernels.ops import REGISTRY, implement
 
@@ -48,7 +49,7 @@ def fast_bodies(name: str, *, experimental: bool) -> list[Body]:
     asked; none where there is no kernel. `experimental`: those among them too."""
     modules: list[ModuleType] = [native_cuda, native_decode, native_many]
     if experimental:
-        modules.append(native_attention)
+        modules += (native_attention, native_router)
     return [getattr(module, name) for module in modules if hasattr(module, name)]
 
 

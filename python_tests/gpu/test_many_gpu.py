@@ -10,7 +10,7 @@ import torch
 from support import Bound, as_tuple, bits, call, captured, relative_error
 
 from flint_kernels import ops
-from flint_kernels.backends import cuda, gpu_general, native_many
+from flint_kernels.backends import cuda, gpu_general, native_many, native_router
 from flint_kernels.ops import REGISTRY
 
 pytestmark = pytest.mark.gpu
@@ -282,3 +282,24 @@ def test_the_two_steps_of_decode_at_more_rows(rows: int) -> None:
     down = REGISTRY["nvfp4_moe_down"].bind((*acts, *(a[n] for n in names), *shared[1], one), {})
     (got,) = taken("nvfp4_moe_down", down)
     assert relative_error(got, gpu_general.nvfp4_moe_down(**down)) < 2**-8
+
+
+# --------------------------------------------------------------------------------------- router
+
+
+@pytest.mark.parametrize("shape", [(1, 256, 6), (8192, 256, 6), (33, 7, 7), (65, 1000, 32)])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_choice_of_experts(shape: tuple[int, int, int], renormalize: bool) -> None:
+    """T1, T2: as the general body, with many ties, infinities and NaN; a weight within an ulp."""
+    rows, experts, top_k = shape
+    logits = (randn(rows, experts) * 4).round() / 4
+    logits[::3, ::5] = torch.tensor([torch.inf, -torch.inf], device="cuda").repeat(experts)[
+        : len(range(0, experts, 5))
+    ]
+    logits[::7, 1] = torch.nan
+    for view in (logits, logits.repeat(1, 2)[:, :experts]):
+        bound = REGISTRY["router_topk"].bind((view, top_k, renormalize), {})
+        weights, ids = as_tuple(native_router.router_topk(**bound))
+        want_weights, want_ids = gpu_general.router_topk(**bound)
+        assert torch.equal(ids, want_ids)
+        torch.testing.assert_close(weights, want_weights, rtol=2**-7, atol=0, equal_nan=True)
