@@ -21,6 +21,7 @@ from flint_kernels.backends import (
     native_cuda,
     native_decode,
     native_many,
+    native_router,
 )
 from flint_kernels.ops import REGISTRY
 
@@ -48,11 +49,12 @@ def plain(cell: str) -> str:
 
 ARCHITECTURES, OPS = tables()
 PROMISED = [row["architecture"] for row in ARCHITECTURES]
-LIMITED = {
+LIMITED = {  # kernels for some calls alone
     "few": native_decode,
     "many": native_many,
     "heads": native_attention,
-}  # kernels for some calls alone
+    "topk": native_router,
+}
 
 
 def sources_by_architecture() -> dict[str, set[str]]:
