@@ -58,6 +58,7 @@ INSTALL := $(PIP) install --quiet --no-build-isolation --editable
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE_INPUTS := pyproject.toml setup.py $(NATIVE_SOURCES)
+FORMATTED := $(NATIVE_SOURCES) docs/examples/*.cpp $(shell find python_tests/emulation -type f) fuzz/repack.cpp
 # One thread a process: OpenMP threads that spin while others want the core cost more than they do.
 ONE_THREAD := OMP_NUM_THREADS=1
 
@@ -82,12 +83,12 @@ lint: $(STAMPS)/dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(CLANG_FORMAT) --dry-run --Werror $(NATIVE_SOURCES) docs/examples/*.cpp fuzz/repack.cpp
+	$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
 
 format: $(STAMPS)/dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(CLANG_FORMAT) -i $(NATIVE_SOURCES) docs/examples/*.cpp fuzz/repack.cpp
+	$(CLANG_FORMAT) -i $(FORMATTED)
 
 docs: $(STAMPS)/package
 	$(PY) docs/generate_ops.py
@@ -114,10 +115,10 @@ vllm-test: $(STAMPS)/vllm
 	$(ONE_THREAD) $(PY) -m pytest -m vllm python_tests/test_vllm.py $(PYTEST_ARGS)
 
 gpu-test: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
+	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
 
 gpu-test-two: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) -m pytest -m two_gpus python_tests/gpu $(PYTEST_ARGS)
+	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) -m pytest -m two_gpus python_tests/gpu $(PYTEST_ARGS)
 
 # The Python targets need atheris (Linux), that of C++ a clang++ with libFuzzer.
 fuzz: $(STAMPS)/fuzz
@@ -140,14 +141,14 @@ planted: compiler $(STAMPS)/test
 	$(PY) docs/generate_faults.py
 
 gpu-planted: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) python_tests/planted_faults.py --device cuda \
+	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) python_tests/planted_faults.py --device cuda \
 	  --output build/results/$(GPU)/planted_faults.json
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/planted_faults.json docs/results/$(GPU)/
 	$(PY) docs/generate_faults.py
 
 gpu-sanitize: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) python_tests/gpu/run_compute_sanitizer.py \
+	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) python_tests/gpu/run_compute_sanitizer.py \
 	  --output build/results/$(GPU)/sanitizers.json
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/sanitizers.json docs/results/$(GPU)/
@@ -161,7 +162,7 @@ properties: compiler $(STAMPS)/test
 	$(PY) docs/generate_faults.py
 
 gpu-properties: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) python_tests/run_properties.py --device cuda --examples $(EXAMPLES) \
+	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) python_tests/run_properties.py --device cuda --examples $(EXAMPLES) \
 	  --output build/results/$(GPU)/properties.json -- -m gpu
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/properties.json docs/results/$(GPU)/

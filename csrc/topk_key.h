@@ -35,6 +35,12 @@ FLINT_HD constexpr uint32_t topk_key_bf16(uint16_t logit, uint16_t index) {
 
 FLINT_HD constexpr uint32_t topk_index_bf16(uint32_t key) { return ~key & 0xffffu; }
 
+// The logit of such a key; of a NaN, a NaN.
+FLINT_HD constexpr float topk_logit_bf16(uint32_t key) {
+  const uint32_t rank = key & 0xffff0000u;
+  return std::bit_cast<float>((rank >> 31) != 0 ? rank & 0x7fffffffu : ~rank & 0xffff0000u);
+}
+
 static_assert(topk_key(1.0f, 3) > topk_key(1.0f, 4) && topk_key(1.0f, 4) > topk_key(0.5f, 0));
 static_assert(topk_key(-0.0f, 0) > topk_key(0.0f, 1) && topk_key(0.0f, 1) > topk_key(-0.0f, 2));
 static_assert(topk_key(-0.5f, 9) > topk_key(-1.0f, 0) && topk_key(0x1p-149f, 9) > topk_key(0, 0));

@@ -17,7 +17,16 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import flint_kernels  # noqa: F401  (registers the bodies)
-from flint_kernels.backends import cpu, cuda, gpu_general, native_cpu, native_decode
+from flint_kernels.backends import (
+    cpu,
+    cuda,
+    gpu_general,
+    native_attention,
+    native_cpu,
+    native_decode,
+    native_many,
+    native_router,
+)
 from flint_kernels.ops import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +38,14 @@ ARCHITECTURES = {
     "sm_100a": ("B200, GB200", "compiled, **never run**"),
     "sm_103a": ("B300, GB300", "compiled, **never run**"),
     "sm_120a": ("RTX PRO 6000 Blackwell, RTX 50", "compiled, **never run**"),
+}
+
+# Kernels for some calls alone, and on some of the architectures: what their cells say.
+LIMITED = {
+    "few": native_decode,
+    "many": native_many,
+    "heads": native_attention,
+    "topk": native_router,
 }
 
 HEAD = """\
@@ -48,7 +65,12 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
 - **CUDA kernels**: machine code in the library, for the very architectures named and no others.
   They come before the general body on a GPU of such an architecture. No PTX is kept, so on any
   other GPU the general body runs; `flint-kernels info` says which it is and why. **few** is a
-  kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. Any other
+  kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. **many** is
+  one for BF16 with NVFP4 weights that takes any number of rows and widths of a multiple of 256; it
+  comes after the one for few. **heads** is decode attention: for up to 256 requests in BF16, 8
+  query heads a KV head, a head_dim of 128 and pages of 16, 32, 64 ... tokens (`takes` in
+  `backends/native_attention.py` tells). **topk** is the choice of up to 32 of 1,024 experts in
+  BF16. These two are experimental, and asked only where `FLINT_KERNELS_EXPERIMENTAL=1`. Any other
   call runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left
@@ -61,7 +83,13 @@ alone; where it was built without nvcc it has none of them, says so, and the oth
 STATEMENT = """\
 Everything of a GPU, general bodies and kernels, has been run on the H200 and on no other GPU. What
 is compiled for the other architectures is the same source; whether its results are right there, and
-how fast it is, was not measured.
+how fast it is, was not measured. Some are behind the rest. The kernels for **many** tokens
+were held to FP64 and to their peers on the H200, and measured; their tests of record
+(`python_tests/gpu/test_many_gpu.py`), and the bodies that call them for qkv and for gate/up and
+down alone, have not run there yet. Decode attention's GPU tests passed on the H200 with two earlier
+forms of the kernels; the present one has been tested by emulation on the CPU alone
+(`python_tests/test_emulated_attention.py`), and is not in use unless asked for; nor is the kernel
+of `router_topk`, which has never run.
 """
 
 
@@ -102,30 +130,38 @@ def general(name: str) -> str:
     return "torch, Triton" if "_triton" in names else "torch"
 
 
-def kernel_source(name: str) -> str:
-    """The file whose kernels op `name` launches; empty where it has none."""
-    body = cuda.fast_body(name)
+def kernel_sources(name: str) -> list[str]:
+    """The files whose kernels op `name` launches, by itself or by another op."""
+    bodies = cuda.fast_bodies(name, experimental=True)
+    found = (source for body in bodies for source in launched_from(body))
+    return list(dict.fromkeys(found))
+
+
+def launched_from(body: Callable[..., Any]) -> Iterator[str]:
     module = inspect.getmodule(body)
-    if body is None or module is None:
-        return ""
-    # The private op is named after the C++ function that launches, and that one is in one file.
-    (raw,) = (n for n in reachable(body, module) if n.endswith("_cuda_out"))
-    launcher = rf"^cudaError_t {raw.removesuffix('_cuda_out')}\("
-    (source,) = (
-        path
-        for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-        if re.search(launcher, path.read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    return str(source.relative_to(ROOT))
+    assert module is not None
+    for raw in sorted(n for n in reachable(body, module) if n.endswith("_cuda_out")):
+        # The private op is named after the C++ function that launches, which is in one file.
+        launcher = rf"^cudaError_t {raw.removesuffix('_cuda_out')}\("
+        (source,) = (
+            path
+            for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+            if re.search(launcher, path.read_text(encoding="utf-8"), re.MULTILINE)
+        )
+        yield str(source.relative_to(ROOT))
 
 
 def kernel_cell(name: str, architecture: str) -> str:
-    """For how much of op `name` a kernel of the library runs on a GPU of that architecture."""
-    if cuda.fast_body(name) is None:
-        return "-"
-    if not hasattr(native_decode, name):
+    """For how much of op `name` kernels of the library run on a GPU of that architecture."""
+    bodies = cuda.fast_bodies(name, experimental=True)
+    if bodies and not any(hasattr(module, name) for module in LIMITED.values()):
         return "yes"
-    return "few" if architecture in native_decode.ARCHITECTURES else "-"
+    found = (
+        word
+        for word, module in LIMITED.items()
+        if hasattr(module, name) and architecture in module.ARCHITECTURES
+    )
+    return ", ".join(found) or "-"
 
 
 def rows() -> Iterator[str]:
@@ -139,14 +175,14 @@ def rows() -> Iterator[str]:
     yield f"| {' | '.join(columns)} |"
     yield f"|{' --- |' * len(columns)}"
     for name in REGISTRY:
-        source = kernel_source(name)
+        sources = kernel_sources(name)
         cells = [
             f"[`{name}`](ops.md#{name})",
             "yes",  # without one, `import flint_kernels` fails
             "yes" if has_native_cpu_body(name) else "-",
             general(name),
             *(kernel_cell(name, architecture) for architecture in architectures),
-            f"`{source}`" if source else "-",
+            ", ".join(f"`{source}`" for source in sources) or "-",
         ]
         yield f"| {' | '.join(cells)} |"
 

@@ -194,6 +194,31 @@ def decode_kernels(checkpoint: str) -> str:
     return kernel_table(lines) + conditions(meta) if lines else NOT_MEASURED
 
 
+def prefill_kernels() -> str:
+    """Projections and experts of many tokens."""
+    meta, rows = kernel_rows("prefill_kernels")
+    lines = [
+        [
+            f"`{row['bench']}`",
+            row["case"],
+            figure(row),
+            f"{row['flop'] / row['median'] / 1e6:.0f}" if row["flop"] else "",
+            f"{100 * row['floor'] / row['median']:.0f}%",
+            f"{row['peer']}: {number(row['peer_median'])}",
+            f"{row['peer_median'] / row['median']:.2f}",
+        ]
+        for row in rows
+    ]
+    head = ["op", "case", "µs (20th to 80th percentile)", "TFLOP/s", "of the roof", "best peer, µs"]
+    return markdown([*head, "times as fast"], lines) + conditions(meta) if lines else NOT_MEASURED
+
+
+def attention() -> str:
+    """Decode attention beside the floor of its bytes and its best peer."""
+    meta, rows = kernel_rows("attention")
+    return kernel_table(rows) + conditions(meta) if rows else NOT_MEASURED
+
+
 def layer_chain() -> str:
     """All layers of a decode step behind each other, with PDL and without."""
     meta, rows = kernel_rows("decode_kernels")
@@ -309,11 +334,13 @@ def wheel() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "attention": attention,
     "cpu": cpu,
     **{f"decode-kernels-{name}": partial(decode_kernels, name) for name in CHECKPOINTS},
     "kernel-headlines": kernel_headlines,
     "kernels": kernels,
     "layer-chain": layer_chain,
+    "prefill-kernels": prefill_kernels,
     "roof": roof,
     "training": training,
     "validate": partial(validate, "cpu"),

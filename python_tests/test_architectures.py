@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 from test_cuda_build import cuobjdump, fat_binary_entries, number
 
-from flint_kernels.backends import native, native_cpu, native_cuda, native_decode
+from flint_kernels.backends import (
+    native,
+    native_attention,
+    native_cpu,
+    native_cuda,
+    native_decode,
+    native_many,
+    native_router,
+)
 from flint_kernels.ops import REGISTRY
 
 ROOT = Path(__file__).parents[1]
@@ -41,12 +49,18 @@ def plain(cell: str) -> str:
 
 ARCHITECTURES, OPS = tables()
 PROMISED = [row["architecture"] for row in ARCHITECTURES]
+LIMITED = {  # kernels for some calls alone
+    "few": native_decode,
+    "many": native_many,
+    "heads": native_attention,
+    "topk": native_router,
+}
 
 
 def sources_by_architecture() -> dict[str, set[str]]:
     """The sources whose kernels the table promises, per architecture."""
     return {
-        name: {row["CUDA kernels in"] for row in OPS if row[name] in ("yes", "few")}
+        name: {s for row in OPS if row[name] != "-" for s in row["CUDA kernels in"].split(", ")}
         for name in PROMISED
     }
 
@@ -109,12 +123,11 @@ def test_every_op_has_a_row_and_its_bodies() -> None:
         kernels = {architecture: row[architecture] for architecture in PROMISED}
         if hasattr(native_cuda, name):
             assert set(kernels.values()) == {"yes"}, name
-        elif hasattr(native_decode, name):
-            few = {architecture for architecture, cell in kernels.items() if cell == "few"}
-            assert few == set(native_decode.ARCHITECTURES), name
         else:
-            assert set(kernels.values()) == {"-"}, name
-        assert set(kernels.values()) <= {"yes", "few", "-"}
+            for word, module in LIMITED.items():
+                found = {one for one, cell in kernels.items() if word in cell.split(", ")}
+                assert found == set(module.ARCHITECTURES if hasattr(module, name) else ()), name
+        assert set(kernels.values()) <= {"yes", *LIMITED, "few, many", "-"}
         assert (row["CUDA kernels in"] == "-") == (set(kernels.values()) == {"-"}), name
 
 

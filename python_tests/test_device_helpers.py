@@ -407,3 +407,59 @@ def test_the_uniform_numbers_of_sampling(helpers: Any) -> None:
     seeds, offsets = np.array(pairs, dtype=np.int64).T
     want = [uniform(seed, offset) for seed, offset in pairs]
     assert helpers.uniform_53(seeds, offsets).tolist() == want
+
+
+def test_the_arranged_order_of_columns(helpers: Any) -> None:
+    """Column 64t + 16p + 8e + 4b + s at place 64p + 16s + 8e + 2t + b, in each 256."""
+    columns = np.arange(0, 512, 8, dtype=np.int32)
+    place = np.empty(512, np.int64)
+    first = helpers.arranged_pair(columns)
+    for s in range(4):
+        for b in range(2):
+            place[columns + 4 * b + s] = first + s * helpers.PAIR_DISTANCE + b
+    for column in range(512):
+        t, p, e, b, s = (column // 64 % 4, column // 16 % 4, column // 8 % 2, column // 4 % 2,
+                         column % 4)  # fmt: skip
+        assert place[column] == column // 256 * 256 + 64 * p + 16 * s + 8 * e + 2 * t + b
+    assert sorted(place) == list(range(512))
+
+
+# ------------------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("window", [0, 1, 15, 16, 17, 513, 1009])
+def test_tiles_hold_what_a_query_sees_and_no_tile_without_a_key(helpers: Any, window: int) -> None:
+    tile = helpers.ATTENTION_TILE
+    for length in range(1, 1100):
+        first, last, begin, end = helpers.attention_keys(length, 2048, window)
+        assert list(range(first, last)) == list(range(length))[-window:]
+        assert begin == first // tile and (end - 1) * tile < last <= end * tile
+
+
+def test_lengths_that_a_table_cannot_name_have_no_keys(helpers: Any) -> None:
+    for length in (-(2**31), -1, 0, 2049, 2**31 - 1):
+        assert helpers.attention_keys(length, 2048, 513) == (0, 0, 0, 0)
+    most = 2**31 - 1
+    first, last, begin, end = helpers.attention_keys(most, 2**40, 513)
+    assert (first, last, begin, end) == (most - 513, most, (most - 513) // 16, 2**31 // 16)
+
+
+@pytest.mark.parametrize("most", [1, 16, 33, 37, 64])
+def test_splits_cover_the_tiles_once_and_none_is_empty(helpers: Any, most: int) -> None:
+    for tiles in (*range(1100), 6250, 16_384, 2**27):
+        count, each = helpers.attention_splits(tiles, most)
+        assert 1 <= count <= most
+        assert (count - 1) * each < max(tiles, 1) and tiles <= count * each
+        # No more of them than the room for partial results is reckoned for.
+        assert count <= max(1, -(-tiles // helpers.LEAST_SPLIT_TILES))
+        if tiles:
+            assert each >= min(tiles, helpers.LEAST_SPLIT_TILES)
+
+
+def test_a_long_request_of_one_gpu_is_split_evenly(helpers: Any) -> None:
+    """33 splits of each of 4 KV heads are the 132 multiprocessors of an H200."""
+    for length in (50_000, 100_000, 262_144):
+        tiles = -(-length // helpers.ATTENTION_TILE)
+        count, each = helpers.attention_splits(tiles, 33)
+        assert count == 33
+        assert each * 33 <= 1.02 * tiles

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,10 +25,12 @@ from microbench.cases import (
     Group,
     Subject,
     activation,
+    attention,
     decode,
     kv_write,
     moe_layer_chain,
     norm,
+    prefill,
 )
 from microbench.roofs import Roofs
 from microbench.timer import Launch, Plan, interleaved, plan, rotated
@@ -153,11 +156,13 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Group]]:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(kv_write, "POSITIONS", 1024)
     monkeypatch.setattr(decode, "MODEL", decode.TINY)
+    monkeypatch.setattr(prefill, "ROWS", (5, 8))
+    monkeypatch.setattr(attention, "CASES", ((1, 90, 0), (3, 200, 33)))
     registry = cases.load()
 
     def of(name: str) -> list[Group]:
         found = list(registry[name](CPU))
-        return [group for group in found if int(group.label.split("M=")[1].split()[0]) <= 8]
+        return [group for group in found if int(re.split("[MB]=", group.label)[1].split()[0]) <= 8]
 
     return of
 
@@ -168,16 +173,20 @@ DECODE_KERNELS = [
     "ll_dense_down", "ll_dense_gate_up", "ll_down", "ll_gate_up", "ll_norm", "ll_o", "ll_qkv",
     "ll_router", "lm_head",
 ]  # fmt: skip
+PREFILL_KERNELS = ["experts_around", "experts_down", "experts_gate_up", "linear"]
+ATTENTION = ["attention_decode"]
 LAYERS = "moe_layer_chain"  # a chain that is one launch: nothing of it is linked to another
-KERNELS = sorted(ROW_KERNELS + DECODE_KERNELS)
+KERNELS = sorted(ROW_KERNELS + DECODE_KERNELS + ATTENTION)
 
 
 def test_the_benchmarks_are_those_of_the_kernels() -> None:
-    assert sorted([*KERNELS, LAYERS]) == BENCHES
+    assert sorted([*KERNELS, *PREFILL_KERNELS, LAYERS]) == BENCHES
     assert {"rms_norm_plans", f"{LAYERS}_without_attention"} == cases.ON_REQUEST
     kernels_json = [name for name, file in cases.FILES.items() if file == "kernels"]
     assert sorted(kernels_json) == sorted([*ROW_KERNELS, "rms_norm_plans"])
-    assert set(cases.FILES.values()) == {"kernels", "decode_kernels"}
+    assert set(cases.FILES.values()) == {
+        "kernels", "decode_kernels", "prefill_kernels", "attention",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -225,7 +234,8 @@ def test_each_launch_of_a_chain_depends_on_the_first(
         # A few rows of a decode step are linked by memory: other rows of the next launch depend.
         sets = [group.make(index) for index in range(4 if name in ROW_KERNELS else 2)]
         if change:
-            first = sets[0].qkv if name == "qk_norm_rope_kv_write" else sets[0].x
+            inputs = {"qk_norm_rope_kv_write": "qkv", "attention_decode": "q"}
+            first = getattr(sets[0], inputs.get(name, "x"))
             first *= -1
         outputs = [subject.call(buffers) for buffers in subject.arrange(sets)]
         return outputs[-1][0]
@@ -554,7 +564,7 @@ def test_without_rows_tables_say_so_and_there_is_no_plot(
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for name in (
         "kernels", "kernel-headlines", "roof", "decode-kernels-nvfp4", "decode-kernels-bf16",
-        "layer-chain",
+        "layer-chain", "prefill-kernels",
     ):  # fmt: skip
         assert tables.TABLES[name]() == "*Not measured in this version.*"
     assert set(tables.drawings().values()) == {None}
@@ -594,6 +604,20 @@ def test_tables_of_decoding_are_made_of_rows(measured: Path) -> None:
     assert "| NVFP4 | 1 | yes | 980 (980 to 980) | 294 | 30% | 20 |" in chain
     assert "| BF16 | 8 | no | 1470 (1470 to 1470) | 294 | 20% | 30 |" in chain
     assert "commit 0123456789ab." in chain
+
+
+def test_the_table_of_prefill_is_made_of_rows(measured: Path) -> None:
+    more = {"peer": "torch.mm", "peer_median": 9.0, "bytes": 1}
+    rows = [
+        results.row("roof", "copy, 1 MiB", "GB/s", [4000.0]),
+        results.row("linear", "M=64 N=8 K=8", "us", [10.0], floor=5.0, flop=40_000_000, **more),
+        results.row("experts_around", "M=64", "us", [3.0], floor=1.5, flop=0, **more),
+    ]
+    results.write(measured / "h200" / "prefill_kernels.json", rows, META)
+    table = tables.TABLES["prefill-kernels"]()
+    assert "| `linear` | M=64 N=8 K=8 | 10 (10 to 10) | 4 | 50% | torch.mm: 9 | 0.90 |" in table
+    assert "| `experts_around` | M=64 | 3 (3 to 3) |  | 50% | torch.mm: 9 | 3.00 |" in table
+    assert "commit 0123456789ab." in table
 
 
 def test_the_plot_shows_cases_by_their_own_launches(measured: Path) -> None:

@@ -226,13 +226,30 @@ def test_a_call_that_a_kernel_hands_back_is_done_by_the_general_body(
     assert {"normed_out", "residual_out"} < asked[0]
 
 
+@pytest.mark.parametrize("taken_by", [0, 1, None])
+def test_bodies_are_asked_in_turn_until_one_takes_the_call(taken_by: int | None) -> None:
+    asked = []
+
+    def of(index: int) -> Any:
+        def body(**_: Any) -> Any:
+            asked.append(index)
+            return index if index == taken_by else NotImplemented
+
+        return body
+
+    result = cuda._first_to_take([of(0), of(1)])(x=1)
+    assert result == (NotImplemented if taken_by is None else taken_by)
+    assert asked == ([0] if taken_by == 0 else [0, 1])
+
+
 def test_native_bodies_name_their_buffers_as_the_op_does() -> None:
     """A parameter of another name would never be given, or be given what is no argument."""
     found = 0
-    for name, declaration in REGISTRY.items():
-        body = cuda.fast_body(name)
-        if body is None:
-            continue
+    bodies = [
+        (name, body) for name in REGISTRY for body in cuda.fast_bodies(name, experimental=True)
+    ]
+    for name, body in bodies:
+        declaration = REGISTRY[name]
         parameters = inspect.signature(body).parameters
         named = {k for k, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
         assert named <= set(declaration.parameters) | set(declaration.outputs), name

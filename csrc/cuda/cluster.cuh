@@ -46,6 +46,11 @@ __device__ __forceinline__ void announce_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
+// The same, and what the thread wrote before is seen by those that come back.
+__device__ __forceinline__ void arrive_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void await_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

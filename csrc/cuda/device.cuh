@@ -52,6 +52,12 @@ __device__ __forceinline__ uint4 load_activation(const uint4* from) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t load_activation(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // The same past L1, which the q/k kernels want free for the table and the weights.
 __device__ __forceinline__ uint4 load_once(const uint4* from) {
   uint4 value;
@@ -101,6 +107,13 @@ __device__ __forceinline__ float load_weight(const float* from) {
   return value;
 }
 
+// From here on `pointer` stands in registers: what of a kernel's parameters is read only at its end
+// comes late.
+template <typename T>
+__device__ __forceinline__ void keep(T*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+
 // ------------------------------------------------------------------------------ BF16
 
 // An element of a tensor: BF16 as its bits, or FP32.
@@ -131,6 +144,13 @@ __device__ __forceinline__ float rounded(uint16_t, float value) {
 __device__ __forceinline__ float rounded(float, float value) { return value; }
 
 // ------------------------------------------------------------------------------ sums
+
+// 2^x to an ulp or two; what is below the normal numbers is 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 // The sum over the `kLanes` neighbouring lanes that a lane belongs to, the same bits in each of
 // them. All 32 lanes must come here together.

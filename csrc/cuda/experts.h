@@ -1,5 +1,5 @@
-// The experts of a few tokens: gate and up with SiLU, and down with the weighted combine; routed
-// and shared in one launch each. No torch here.
+// The experts: of a few tokens, gate and up with SiLU, and down with the weighted combine, routed
+// and shared in one launch each; of many, the routed ones. No torch here.
 #pragma once
 
 #include <cstdint>
@@ -62,5 +62,43 @@ struct MoeDown {
 
 bool moe_down_fits(const MoeDown& in);
 cudaError_t moe_down(const MoeDown& in, const Launch& launch);
+
+// The routed experts of any number of tokens, with NVFP4 weights, on a GPU of compute capability
+// 9.0: gate and up in fp32 after their scales, act = round(g * sigmoid(g) * u); y = round(scale *
+// sum(act * w)); out = round(round(sum(weight * y)) + shared), summed in the order of selection.
+//
+// What is done, in this order; bits. A product takes what the steps before it have left.
+enum ExpertSteps : unsigned {
+  kOrderEntries = 1,  // by the experts that they name: into `order`
+  kGatherTokens = 2,  // x into `rows`, in that order
+  kGateUp = 4,        // `rows` into `act`
+  kActByEntry = 8,    // with kGateUp: `act` is in the order of entries
+  kGatherActs = 16,   // `entry_act` into `act`
+  kDown = 32,         // `act` into `rows`, in the order of entries
+  kCombine = 64,      // `rows` into `out`
+};
+
+struct RoutedExperts {
+  unsigned steps;
+  Routing routing;
+  int hidden, routed_size;  // multiples of 256
+  const void* x;            // [tokens, hidden] BF16, x_stride elements apart
+  int64_t x_stride;
+  WeightMatrix gate_up;          // [experts, 2 * routed_size, hidden]: gate rows, then up rows
+  const float* gate_up_scale_2;  // [experts, 2]
+  const void* entry_act;         // [tokens, top_k, routed_size] BF16
+  WeightMatrix down;             // [experts, hidden, routed_size]
+  const float* down_scale_2;     // [experts]
+  const float* weights;          // [tokens, top_k]
+  const void* shared;            // [tokens, hidden] BF16, or null
+  void* out;                     // [tokens, hidden]
+  int32_t* order;                // routed_experts_many_words
+  void* rows;                    // [tokens * top_k, hidden] BF16
+  void* act;                     // [tokens * top_k, routed_size] BF16
+};
+
+int64_t routed_experts_many_words(const Routing& routing);
+bool routed_experts_many_fits(const RoutedExperts& in);
+cudaError_t routed_experts_many(const RoutedExperts& in, const Launch& launch);
 
 }  // namespace flint::cuda

@@ -1,4 +1,4 @@
-// Products of a few tokens (1 to 8) with a matrix of weights, NVFP4 or BF16. No torch here.
+// Products of tokens with a matrix of weights, NVFP4 or BF16. No torch here.
 #pragma once
 
 #include <cstdint>
@@ -37,9 +37,16 @@ struct Linear {
   LinearOutput output;
 };
 
-// Whether the kernels take these sizes and addresses; others are for a general body.
+// One to eight tokens. Whether the kernels take these sizes and addresses; others are for a general
+// body.
 bool linear_fits(const Linear& linear);
 
 cudaError_t linear(const Linear& linear, const Launch& launch);
+
+// The same for any number of tokens, with NVFP4 weights, on a GPU of compute capability 9.0; no
+// logits. A token's bits are the same among any others.
+bool linear_many_fits(const Linear& linear);
+
+cudaError_t linear_many(const Linear& linear, const Launch& launch);
 
 }  // namespace flint::cuda

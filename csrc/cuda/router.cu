@@ -57,12 +57,6 @@ __device__ __forceinline__ uint4 packed(const float (&s)[kVectorElements]) {
                     pack_bf16(s[6], s[7]));
 }
 
-// The key of topk_key_bf16 back to the logit.
-__device__ __forceinline__ float logit_of(uint32_t key) {
-  const uint32_t rank = key & 0xffff0000u;
-  return __uint_as_float((rank >> 31) != 0 ? rank & 0x7fffffffu : ~rank & 0xffff0000u);
-}
-
 __device__ __forceinline__ void order(uint32_t& high, uint32_t& low) {
   const uint32_t larger = max(high, low);
   low = min(high, low);
@@ -101,7 +95,7 @@ __device__ __forceinline__ void choose(const NormRouter& in, const uint32_t* key
     for (int i = 0; i + 1 < kLaneExperts; ++i) mine[i] = taken ? mine[i + 1] : mine[i];
     if (taken) mine[kLaneExperts - 1] = 0;
   }
-  const float score = 1.0f / (1.0f + expf(-logit_of(chosen)));
+  const float score = 1.0f / (1.0f + expf(-topk_logit_bf16(chosen)));
   float total = __shfl_sync(0xffffffffu, score, 0);
 #pragma unroll
   for (int round = 1; round < top_k; ++round) total += __shfl_sync(0xffffffffu, score, round);

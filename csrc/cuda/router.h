@@ -1,4 +1,4 @@
-// The norm in front of the experts, the router and its choice of experts, for a few tokens. No
+// The router's choice of experts; for a few tokens also the norm in front of it and the router. No
 // torch here.
 #pragma once
 
@@ -28,5 +28,20 @@ struct NormRouter {
 bool norm_router_fits(const NormRouter& in);
 
 cudaError_t norm_router(const NormRouter& in, const Launch& launch);
+
+// The same choice from given logits, of any number of tokens. Without `renormalize` the sigmoids
+// are not divided.
+struct RouterTopk {
+  const void* logits;  // [tokens, experts] BF16, `stride` elements apart
+  int64_t stride, tokens;
+  float* weights;  // [tokens, top_k]
+  int32_t* ids;    // [tokens, top_k]
+  int experts, top_k;
+  bool renormalize;
+};
+
+bool router_topk_fits(const RouterTopk& in);
+
+cudaError_t router_topk(const RouterTopk& in, const Launch& launch);
 
 }  // namespace flint::cuda

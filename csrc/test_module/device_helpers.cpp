@@ -8,7 +8,9 @@
 #include <iterator>
 #include <stdexcept>
 
+#include "attention_split.h"
 #include "bf16.h"
+#include "cuda/arranged.h"
 #include "cuda/tiles.h"
 #include "nvfp4_layout.h"
 #include "paging.h"
@@ -84,6 +86,24 @@ void add_tiles(py::module_& m) {
   });
 }
 
+void add_arranged(py::module_& m) {
+  m.attr("PAIR_DISTANCE") = flint::cuda::kPairDistance;
+  m.def("arranged_pair", vectorize(flint::cuda::arranged_pair));
+}
+
+void add_attention(py::module_& m) {
+  m.attr("ATTENTION_TILE") = flint::kAttentionTile;
+  m.attr("LEAST_SPLIT_TILES") = flint::kLeastSplitTiles;
+  m.def("attention_keys", [](int length, int64_t capacity, int window) {
+    const auto keys = flint::attention_keys(length, capacity, window);
+    return py::make_tuple(keys.first, keys.last, keys.tile, keys.tile_end);
+  });
+  m.def("attention_splits", [](int tiles, int most) {
+    const auto splits = flint::attention_splits(tiles, most);
+    return py::make_tuple(splits.count, splits.tiles);
+  });
+}
+
 void add_topk(py::module_& m) {
   m.def("topk_rank", vectorize(flint::topk_rank));
   m.def("topk_key", vectorize(flint::topk_key));
@@ -102,6 +122,8 @@ PYBIND11_MODULE(flint_device_helpers, m) {
   add_layout(m);
   add_paging(m);
   add_tiles(m);
+  add_arranged(m);
+  add_attention(m);
   add_topk(m);
   add_sampling(m);
 }

@@ -1,6 +1,7 @@
 // Binds the GPU's row kernels to torch as ops of the private namespace `flint_native`.
 #include "cuda/kv_write.h"
 #include "cuda/norm.h"
+#include "cuda/router.h"
 #include "torch/cuda_binding.h"
 #include "torch/cuda_cache.h"
 
@@ -128,6 +129,29 @@ void kv_cache_write_cuda_out(const Tensor& k, const Tensor& v, const Tensor& slo
   CudaCall::check_launch(cuda::kv_cache_write(in, call.launch()), "kv_cache_write");
 }
 
+// logits [tokens, experts] BF16, rows any stride apart. False, with nothing done, where the kernel
+// does not take these sizes.
+bool router_topk_cuda_out(const Tensor& logits, int64_t top_k, bool renormalize, Tensor weights,
+                          Tensor ids, bool enable_pdl) {
+  const CudaCall call(logits, enable_pdl);
+  call.check_rows(logits, "logits", true);
+  STD_TORCH_CHECK(logits.dim() == 2, "logits: want [tokens, experts]");
+  if (logits.size(1) > 1 << 16 || top_k > 1 << 16) return false;
+  call.check_dense(weights, "weights", ScalarType::Float, logits.size(0) * top_k);
+  call.check_dense(ids, "ids", ScalarType::Int, logits.size(0) * top_k);
+  const cuda::RouterTopk in{data<void>(logits),
+                            row_stride(logits),
+                            logits.size(0),
+                            mutable_data<float>(weights),
+                            mutable_data<int32_t>(ids),
+                            static_cast<int>(logits.size(1)),
+                            static_cast<int>(top_k),
+                            renormalize};
+  if (!cuda::router_topk_fits(in)) return false;
+  CudaCall::check_launch(cuda::router_topk(in, call.launch()), "router_topk");
+  return true;
+}
+
 }  // namespace
 }  // namespace flint
 
@@ -135,6 +159,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flint_native, m) {
   m.def(
       "rms_norm_cuda_out(Tensor x, Tensor? residual, Tensor weight, float eps, Tensor(a!) normed, "
       "Tensor(b!)? residual_out, bool enable_pdl, int plan=0) -> ()");
+  m.def(
+      "router_topk_cuda_out(Tensor logits, int top_k, bool renormalize, Tensor(a!) weights, "
+      "Tensor(b!) ids, bool enable_pdl) -> bool");
   m.def("silu_and_mul_cuda_out(Tensor x, Tensor(a!) act, bool enable_pdl) -> ()");
   m.def(
       "qk_norm_rope_kv_write_cuda_out(Tensor qkv, Tensor q_weight, Tensor k_weight, "
@@ -147,6 +174,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flint_native, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(flint_native, CUDA, m) {
   m.impl("rms_norm_cuda_out", TORCH_BOX(&flint::rms_norm_cuda_out));
+  m.impl("router_topk_cuda_out", TORCH_BOX(&flint::router_topk_cuda_out));
   m.impl("silu_and_mul_cuda_out", TORCH_BOX(&flint::silu_and_mul_cuda_out));
   m.impl("qk_norm_rope_kv_write_cuda_out", TORCH_BOX(&flint::qk_norm_rope_kv_write_cuda_out));
   m.impl("kv_cache_write_cuda_out", TORCH_BOX(&flint::kv_cache_write_cuda_out));

@@ -3,39 +3,69 @@
 The kernels are in the native library, as machine code for the GPUs that it was built for. Where it
 is not there, or has no code for this GPU, the general body (torch and Triton) of the same op runs
 instead; and so it does where a kernel does not take the call, as those for a few tokens do not take
-many. Which of the two it is follows from the call's form, the process and the GPU alone.
+many. Which of them it is follows from the call's form, the process and the GPU alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from flint_kernels.backends import gpu_general, native, native_cuda, native_decode
+from flint_kernels.backends import (
+    gpu_general,
+    native,
+    native_attention,
+    native_cuda,
+    native_decode,
+    native_many,
+    native_router,
+)
 from flint_kernels.ops import REGISTRY, implement
 
 Body = Callable[..., Any]
 
+EXPERIMENTAL_VARIABLE = "FLINT_KERNELS_EXPERIMENTAL"
+"""Set to 1 before the import, this environment variable puts kernels into use whose present form
+has not passed its tests on a GPU."""
+
 
 def register() -> None:
-    """A choice between the two bodies under each op that has a kernel in the library."""
+    """A choice between the bodies under each op that has a kernel in the library."""
+    experimental = os.environ.get(EXPERIMENTAL_VARIABLE, "0") not in ("", "0")
     for name in REGISTRY:
-        fast = fast_body(name)
-        if fast is not None:
-            choice = _choice(name, fast, gpu_general.general_body(name))
+        fast = fast_bodies(name, experimental=experimental)
+        if fast:
+            choice = _choice(name, _first_to_take(fast), gpu_general.general_body(name))
             implement(name, "CUDA", choice, out_body=choice)
 
 
-def fast_body(name: str) -> Body | None:
-    """The body of op `name` that launches the library's kernel, or None where there is none."""
-    for module in (native_cuda, native_decode):
-        body: Body | None = getattr(module, name, None)
-        if body is not None:
-            return body
-    return None
+def fast_bodies(name: str, *, experimental: bool) -> list[Body]:
+    """The bodies of op `name` that launch the library's kernels, in the order in which they are
+    asked; none where there is no kernel. `experimental`: those among them too."""
+    modules: list[ModuleType] = [native_cuda, native_decode, native_many]
+    if experimental:
+        modules += (native_attention, native_router)
+    return [getattr(module, name) for module in modules if hasattr(module, name)]
+
+
+def _first_to_take(bodies: Sequence[Body]) -> Body:
+    """One body of several: that which does not hand the call back."""
+    if len(bodies) == 1:
+        return bodies[0]
+
+    def body(**arguments: Any) -> Any:
+        for one in bodies:
+            result = one(**arguments)
+            if result is not NotImplemented:
+                return result
+        return NotImplemented
+
+    return body
 
 
 def why_not(device: torch.device) -> str | None:

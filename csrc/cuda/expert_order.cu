@@ -1,0 +1,229 @@
+#include "cuda/arranged.h"
+#include "cuda/device.cuh"
+#include "cuda/expert_order.h"
+#include "cuda/launch.cuh"
+
+namespace flint::cuda {
+namespace {
+
+constexpr int kWarps = kEntriesOfChunk / kWarp;
+constexpr int kRowThreads = 256;
+
+struct OrderJob {
+  Routing routing;
+  ExpertOrder order;
+  int64_t entries;
+  int chunks, tile;
+};
+
+// The expert of this thread's entry, or -1.
+__device__ __forceinline__ int expert_of(const OrderJob& job, int64_t entry) {
+  if (entry >= job.entries) return -1;
+  const int id = *static_cast<const volatile int32_t*>(job.routing.ids + entry);
+  return 0 <= id && id < job.routing.experts ? id : -1;
+}
+
+// How many entries of each chunk name each expert.
+__global__ void __launch_bounds__(kEntriesOfChunk)
+    count_entries(const __grid_constant__ OrderJob job) {
+  __shared__ int counts[kMostExperts];
+  const int thread = static_cast<int>(threadIdx.x), experts = job.routing.experts;
+  wait_for_previous_kernel();
+  if (thread < experts) counts[thread] = 0;
+  __syncthreads();
+  const int id = expert_of(job, int64_t{blockIdx.x} * kEntriesOfChunk + thread);
+  if (id >= 0) atomicAdd(counts + id, 1);
+  __syncthreads();
+  if (thread < experts) job.order.counts[blockIdx.x * experts + thread] = counts[thread];
+}
+
+// The sum of the values of the threads before this one, and of all. By kMostExperts threads.
+__device__ __forceinline__ int2 sums_before(int value, int (&of_warp)[kMostExperts / kWarp]) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+  int sum = value;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
+  }
+  __syncthreads();
+  if (lane == kWarp - 1) of_warp[thread / kWarp] = sum;
+  __syncthreads();
+  int before = 0, all = 0;
+#pragma unroll
+  for (int warp = 0; warp < kMostExperts / kWarp; ++warp) {
+    if (warp < thread / kWarp) before += of_warp[warp];
+    all += of_warp[warp];
+  }
+  return {before + sum - value, all};
+}
+
+// Counts become first places: of an expert's entries in each chunk, and of the expert. An expert's
+// tiles are of equal size but for what is left over.
+__global__ void __launch_bounds__(kMostExperts) plan_experts(const __grid_constant__ OrderJob job) {
+  __shared__ int of_warp[kMostExperts / kWarp];
+  const int expert = static_cast<int>(threadIdx.x), experts = job.routing.experts;
+  wait_for_previous_kernel();
+  int total = 0;
+  if (expert < experts) {
+#pragma unroll 8
+    for (int chunk = 0; chunk < job.chunks; ++chunk) {
+      int32_t* count = job.order.counts + chunk * experts + expert;
+      const int here = __ldcg(count);
+      *count = total;
+      total += here;
+    }
+  }
+  const int tiles = (total + job.tile - 1) / job.tile;
+  const int2 place = sums_before(total, of_warp), tile = sums_before(tiles, of_warp);
+  if (expert < experts) {
+    job.order.counts[job.chunks * experts + expert] = place.x;
+    const int size = tiles > 0 ? ((total + tiles - 1) / tiles + kWarp - 1) / kWarp * kWarp : 0;
+    for (int i = 0; i < tiles; ++i) {
+      const int first = min(i * size, total);
+      job.order.tiles[tile.x + i] = {expert, place.x + first, min(size, total - first), 0};
+    }
+  }
+  if (expert == 0) *job.order.tile_count = tile.y;
+}
+
+// Each entry to its place: behind those of its expert in chunks and warps before, and of its warp.
+__global__ void __launch_bounds__(kEntriesOfChunk)
+    place_entries(const __grid_constant__ OrderJob job) {
+  __shared__ uint16_t counts[kWarps][kMostExperts];
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
+  const int experts = job.routing.experts;
+  wait_for_previous_kernel();
+  for (int expert = lane; expert < experts; expert += kWarp) counts[warp][expert] = 0;
+  __syncwarp();
+  const int64_t entry = int64_t{blockIdx.x} * kEntriesOfChunk + thread;
+  const int id = expert_of(job, entry);
+  const unsigned same = __match_any_sync(0xffffffffu, id);
+  const unsigned before = same & ((1u << lane) - 1u);
+  if (id >= 0 && before == 0) counts[warp][id] = static_cast<uint16_t>(__popc(same));
+  __syncthreads();
+  if (thread < experts) {
+    int sum = 0;
+    for (int i = 0; i < kWarps; ++i) {
+      const int here = counts[i][thread];
+      counts[i][thread] = static_cast<uint16_t>(sum);
+      sum += here;
+    }
+  }
+  __syncthreads();
+  if (entry >= job.entries) return;
+  if (id < 0) {
+    job.order.place[entry] = -1;
+    return;
+  }
+  const int32_t* first = job.order.counts + id;
+  const int place = __ldcg(first + job.chunks * experts) + __ldcg(first + blockIdx.x * experts) +
+                    counts[warp][id] + __popc(before);
+  job.order.entry[place] = static_cast<int32_t>(entry);
+  job.order.place[entry] = place;
+}
+
+// Eight columns of a row a thread, which reads them once and writes them to each place of the row.
+__global__ void __launch_bounds__(kRowThreads)
+    gather(const __grid_constant__ GatherRows rows, const __grid_constant__ ExpertOrder order,
+           const __grid_constant__ int64_t from_rows) {
+  wait_for_previous_kernel();
+  const int vectors = rows.width / 8;
+  const int64_t at = int64_t{blockIdx.x} * kRowThreads + threadIdx.x, row = at / vectors;
+  if (row >= from_rows) return;
+  const int column = static_cast<int>(at % vectors) * 8;
+  const auto* from = static_cast<const uint16_t*>(rows.from) + row * rows.from_stride + column;
+  const uint4 value = load_activation(reinterpret_cast<const uint4*>(from));
+  const int32_t* places = order.place + row * rows.share;
+#pragma unroll 6
+  for (int i = 0; i < rows.share; ++i) {
+    const int64_t place = __ldcg(places + i);
+    if (place < 0) continue;
+    uint16_t* to = static_cast<uint16_t*>(rows.to) + place * rows.width;
+    if (rows.arranged) {
+      store_arranged(to, column, value);
+    } else {
+      *reinterpret_cast<uint4*>(to + column) = value;
+    }
+  }
+}
+
+// Eight columns of a token a thread.
+__global__ void __launch_bounds__(kRowThreads) combine(const __grid_constant__ CombineExperts in) {
+  constexpr int kAtOnce = 6;
+  wait_for_previous_kernel();
+  const int vectors = in.hidden / 8, top_k = in.routing.top_k;
+  const int64_t at = int64_t{blockIdx.x} * kRowThreads + threadIdx.x;
+  const int64_t token = at / vectors;
+  if (token >= in.routing.tokens) return;
+  const int column = static_cast<int>(at % vectors);
+  const int32_t* ids = in.routing.ids + token * top_k;
+  const float* weights = in.weights + token * top_k;
+  const auto* outputs = static_cast<const uint4*>(in.outputs) + token * top_k * vectors + column;
+  float sum[8] = {};
+  for (int first = 0; first < top_k; first += kAtOnce) {
+    uint4 output[kAtOnce];
+    bool named[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int id = first + i < top_k ? __ldcg(ids + first + i) : -1;
+      named[i] = 0 <= id && id < in.routing.experts;
+      if (named[i]) output[i] = load_activation(outputs + int64_t{first + i} * vectors);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (!named[i]) continue;
+      const float weight = __ldcg(weights + first + i);
+      const uint32_t pairs[4] = {output[i].x, output[i].y, output[i].z, output[i].w};
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        sum[2 * pair] += weight * low_half(pairs[pair]);
+        sum[2 * pair + 1] += weight * high_half(pairs[pair]);
+      }
+    }
+  }
+  uint32_t result[4];
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) result[pair] = pack_bf16(sum[2 * pair], sum[2 * pair + 1]);
+  if (in.shared != nullptr) {
+    const uint4 beside = load_activation(static_cast<const uint4*>(in.shared) + at);
+    const uint32_t other[4] = {beside.x, beside.y, beside.z, beside.w};
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      result[pair] = pack_bf16(low_half(result[pair]) + low_half(other[pair]),
+                               high_half(result[pair]) + high_half(other[pair]));
+    }
+  }
+  static_cast<uint4*>(in.out)[at] = make_uint4(result[0], result[1], result[2], result[3]);
+}
+
+}  // namespace
+
+cudaError_t order_entries(const Routing& routing, int tile, const ExpertOrder& order,
+                          const Launch& launch) {
+  OrderJob job{routing, order, int64_t{routing.tokens} * routing.top_k, 0, tile};
+  job.chunks = static_cast<int>(ceil_div(job.entries, kEntriesOfChunk));
+  const Launch next{launch.stream, true};
+  const dim3 chunks(static_cast<unsigned>(job.chunks));
+  auto error = launch_kernel(launch, chunks, dim3(kEntriesOfChunk), count_entries, job);
+  if (error != cudaSuccess) return error;
+  error = launch_kernel(next, dim3(1), dim3(kMostExperts), plan_experts, job);
+  if (error != cudaSuccess) return error;
+  return launch_kernel(next, chunks, dim3(kEntriesOfChunk), place_entries, job);
+}
+
+cudaError_t gather_rows(const GatherRows& rows, const Routing& routing, const ExpertOrder& order,
+                        const Launch& launch) {
+  const int64_t from_rows = int64_t{routing.tokens} * routing.top_k / rows.share;
+  const int64_t threads = from_rows * (rows.width / 8);
+  const dim3 grid(static_cast<unsigned>(ceil_div(threads, kRowThreads)));
+  return launch_kernel(launch, grid, dim3(kRowThreads), gather, rows, order, from_rows);
+}
+
+cudaError_t combine_experts(const CombineExperts& in, const Launch& launch) {
+  const int64_t threads = int64_t{in.routing.tokens} * (in.hidden / 8);
+  const dim3 grid(static_cast<unsigned>(ceil_div(threads, kRowThreads)));
+  return launch_kernel(launch, grid, dim3(kRowThreads), combine, in);
+}
+
+}  // namespace flint::cuda

@@ -1,0 +1,29 @@
+// See simt.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/launch.h"
+
+namespace flint::cuda {
+
+struct Shape {
+  dim3 grid;
+  dim3 block;
+  size_t shared_bytes = 0;
+  unsigned cluster = 1;
+};
+
+inline int emulated_multiprocessors = 1;
+inline int multiprocessors() { return emulated_multiprocessors; }
+
+template <typename Parameter>
+cudaError_t launch_kernel(const Launch&, const Shape& shape, void (*kernel)(Parameter),
+                          const Parameter& argument) {
+  if (shape.shared_bytes > 232448) simt::fail("more shared memory than a CTA can have");
+  simt::run_grid({shape.grid.x, shape.grid.y, shape.grid.z}, {shape.block.x, 1, 1},
+                 static_cast<int>(shape.cluster), [&] { kernel(argument); });
+  return cudaSuccess;
+}
+
+}  // namespace flint::cuda
