@@ -62,7 +62,7 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
 - **GPU, general**: torch, and Triton where it is named, in BF16 and FP32; for a GPU that this torch
   serves and, where it is named, Triton too. An op of these may call other ops, and so reach their
   CUDA kernels.
-- **CUDA kernels**: machine code in the library, for the very architectures named and no others.
+- **CUDA kernels**: machine code in the library, asked for on the very architectures named alone.
   They come before the general body on a GPU of such an architecture. No PTX is kept, so on any
   other GPU the general body runs; `flint-kernels info` says which it is and why. **few** is a
   kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. **many** is
@@ -70,8 +70,8 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
   comes after the one for few. **heads** is decode attention: for up to 256 requests in BF16, 8
   query heads a KV head, a head_dim of 128 and pages of 16, 32, 64 ... tokens (`takes` in
   `backends/native_attention.py` tells). **topk** is the choice of up to 32 of 1,024 experts in
-  BF16. These two are experimental, and asked only where `FLINT_KERNELS_EXPERIMENTAL=1`. Any other
-  call runs the general body.
+  BF16. These two, and **many** but for projections, are experimental, and asked only where
+  `FLINT_KERNELS_EXPERIMENTAL=1`. Any other call runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left
 alone; where it was built without nvcc it has none of them, says so, and the other columns hold.
@@ -83,11 +83,12 @@ alone; where it was built without nvcc it has none of them, says so, and the oth
 STATEMENT = """\
 Everything of a GPU, general bodies and kernels, has been run on the H200 and on no other GPU. What
 is compiled for the other architectures is the same source; whether its results are right there, and
-how fast it is, was not measured. Some are behind the rest. The kernels for **many** tokens
-were held to FP64 and to their peers on the H200, and measured; their tests of record
-(`python_tests/gpu/test_many_gpu.py`), and the bodies that call them for qkv and for gate/up and
-down alone, have not run there yet. Decode attention's GPU tests passed on the H200 with two earlier
-forms of the kernels; the present one has been tested by emulation on the CPU alone
+how fast it is, was not measured. Some are behind the rest. The kernels for **many** tokens were
+held to FP64 and to their peers on the H200, and measured; their tests of record
+(`python_tests/gpu/test_many_gpu.py`) have not run there yet, and the bodies that call them for
+qkv, for the routed experts as a whole and for gate/up and down alone are in use only where
+experimental kernels are switched on. Decode attention's GPU tests passed on the H200 with two
+earlier forms of the kernels; the present one has been tested by emulation on the CPU alone
 (`python_tests/test_emulated_attention.py`), and is not in use unless asked for; nor is the kernel
 of `router_topk`, which has never run.
 """

@@ -159,8 +159,8 @@ PLANTED = (
     Planted(
         "missing PDL wait", "step 6 reads its rows before they are there",
         "csrc/cuda/moe_gate_up.cu",
-        "  wait_for_previous_kernel();\n  // At once, for the experts'",
-        "  // At once, for the experts'",
+        "  wait_for_previous_kernel();\n  // Now: this kernel's experts'",
+        "  // Now: this kernel's experts'",
         "gpu/test_low_latency_graphs_gpu.py::test_C6_a_pdl_chain_behind_a_slow_producer", "cuda",
     ),
     Planted(

@@ -134,3 +134,11 @@ def test_on_a_gpu_it_runs_the_kernels_and_reports_failures(
     assert "got a GPU without kernels of this project to time. It has none." in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("count", [0, -2])
+def test_fewer_than_one_repetition_are_an_error(
+    capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    assert cli.main(["bench", "--only", "import", f"--repetitions={count}"]) != 0
+    assert f"--repetitions: got {count}, want at least 1" in capsys.readouterr().err

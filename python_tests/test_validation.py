@@ -350,7 +350,11 @@ def test_info_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["native"]["loaded"] == (report["native"]["why_not"] is None)
     assert report["ops"].keys() == REGISTRY.keys()
     assert all("CPU" in bodies for bodies in report["ops"].values())
-    assert set(report["environment"]) == {"FLINT_KERNELS_CHECK_VALUES", "FLINT_KERNELS_NO_NATIVE"}
+    assert set(report["environment"]) == {
+        "FLINT_KERNELS_CHECK_VALUES",
+        "FLINT_KERNELS_NO_NATIVE",
+        "FLINT_KERNELS_EXPERIMENTAL",
+    }
 
     arguments = parsed(info)
     assert arguments.run(arguments) == 0

@@ -15,12 +15,6 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-__device__ __forceinline__ uint32_t cluster_size() {
-  uint32_t size;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-  return size;
-}
-
 // `here`, an address in this CTA's shared memory, as the same place in the memory of CTA `rank`.
 __device__ __forceinline__ uint32_t shared_of(uint32_t rank, const void* here) {
   uint32_t there;

@@ -45,8 +45,8 @@ cudaError_t moe_gate_up_several(const MoeGateUp& in, const Launch& launch);
 // y_e = round(scale_e * sum(act * w_e)); routed = round(sum(weight * y_e)) in the order of
 // selection; out = round(routed + round(scale * sum(act * w_shared))).
 //
-// With PDL, ids are read ahead of the wait: they must be complete when the kernel in front of this
-// starts, that is, written by one that the kernel in front has itself waited for.
+// With PDL, ids and weights are read ahead of the wait: they must be complete when the kernel in
+// front of this starts, that is, written by one that the kernel in front has itself waited for.
 struct MoeDown {
   Routing routing;
   const float* weights;    // [tokens, top_k]

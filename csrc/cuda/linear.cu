@@ -325,13 +325,14 @@ template <LinearOutput kOutput>
 cudaError_t launch_bf16(const Linear& in, const Launch& launch) {
   if constexpr (kOutput == LinearOutput::kLogits) {
     return launch_plan<Bf16, kOutput, Plan<256, 1, 4, 2>>(in, multiprocessors(), launch);
+  } else {
+    if (in.width <= 2048) {
+      return launch_plan<Bf16, kOutput, Plan<256, 8, 4, 1>>(in, kAllCtas, launch);
+    }
+    // Wider rows leave less room beside eight tokens' activations.
+    return in.width <= 4096 ? launch_plan<Bf16, kOutput, Plan<256, 8, 4, 2>>(in, kAllCtas, launch)
+                            : launch_plan<Bf16, kOutput, Plan<256, 8, 2, 3>>(in, kAllCtas, launch);
   }
-  if (in.width <= 2048) {
-    return launch_plan<Bf16, kOutput, Plan<256, 8, 4, 1>>(in, kAllCtas, launch);
-  }
-  // Wider rows leave less room beside eight tokens' activations.
-  return in.width <= 4096 ? launch_plan<Bf16, kOutput, Plan<256, 8, 4, 2>>(in, kAllCtas, launch)
-                          : launch_plan<Bf16, kOutput, Plan<256, 8, 2, 3>>(in, kAllCtas, launch);
 }
 
 template <LinearOutput kOutput>

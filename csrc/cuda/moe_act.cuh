@@ -1,4 +1,5 @@
-// SiLU and product of an expert's gate and up, as SPEC rounds them for the two kinds of experts.
+// SiLU and product of an expert's gate and up, rounded as docs/numerics.md says for the two kinds
+// of experts.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -61,8 +61,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
   for (; fetched < kStages && ahead.tile < tiles; ++fetched) fetch_next();
   wait_for_previous_kernel();
-  // At once, for the experts' weights in front of which this kernel stands are on their way long
-  // before the next one's.
+  // Now: this kernel's experts' weights are on their way long before the next one's.
   let_next_kernel_start();
   const int id = groups.load(in.routing);
   for (int piece = 0; piece < job.pieces; ++piece) {

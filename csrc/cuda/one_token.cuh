@@ -57,8 +57,9 @@ __device__ __forceinline__ bool stage_one(uint8_t* to, const uint16_t* x, int wi
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const int v = first + i * kWarp;
+    const bool mine = kVectors % kWarp == 0 || lane + i * kWarp < kVectors;
     value[i] = make_uint4(0, 0, 0, 0);
-    if (kWhole ? kVectors % kWarp == 0 || lane + i * kWarp < kVectors : v < vectors) {
+    if (mine && (kWhole || v < vectors)) {
       value[i] = load_activation(reinterpret_cast<const uint4*>(x) + v);
     }
   }

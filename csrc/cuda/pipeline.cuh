@@ -34,10 +34,6 @@ __device__ __forceinline__ void copy_box_to(uint16_t ranks, uint32_t to, const C
       : "memory");
 }
 
-__device__ __forceinline__ void prefetch_description(const CUtensorMap& matrix) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&matrix) : "memory");
-}
-
 // A place in a ring of `kStages` buffers. `parity` is that of the barriers' phase: the reader waits
 // for it at "full", the writer for the opposite one at "empty".
 template <int kStages>

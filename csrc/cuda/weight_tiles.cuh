@@ -60,10 +60,6 @@ __device__ __forceinline__ uint4 load_shared(const uint8_t* from) {
   return *reinterpret_cast<const uint4*>(from);
 }
 
-// Pieces of an even number of NVFP4 chunks copy scales 16 bytes at a time, which a row's width must
-// be a multiple of this for; others 4 bytes, for a multiple of 64.
-inline constexpr int kScaleCopyWidth = 256;
-
 // ------------------------------------------------------------------------------ NVFP4
 
 // A chunk is 128 elements: 64 bytes of codes and 8 of scales a row. Lane 4g + t has the 16 bytes t
@@ -97,9 +93,10 @@ struct Nvfp4 {
   // `kWhole`: all rows and all chunks are there.
   template <int kChunks, bool kWhole>
   struct Lane {
-    // Two lanes copy a row's scales, 16 bytes at a time where a piece has as many, else 4.
+    static_assert(!kWhole || kChunks % 2 == 0, "scales are copied 16 bytes at a time");
+    // Two lanes copy a row's scales.
     static constexpr int kLanes = 2;
-    static constexpr int kCopyBytes = kChunks % 2 == 0 ? 16 : 4;
+    static constexpr int kCopyBytes = kWhole ? 16 : 4;
     static constexpr int kCopies = kChunks * kScaleBytes / kCopyBytes;
     const uint8_t* low;
     const uint8_t* high;
@@ -147,16 +144,11 @@ struct Nvfp4 {
         const int byte = i * kCopyBytes;
         const bool there = first_chunk * kChunk + byte * 16 < scales_width;
         const uint8_t* from = scales + first_chunk * kScaleBytes + byte;
-        if constexpr (kCopyBytes == 16) {
-          copy_16_async(row + static_cast<uint32_t>(byte), from, there);
-        } else {
-          copy_4_async(row + static_cast<uint32_t>(byte), from, there);
-        }
+        copy_4_async(row + static_cast<uint32_t>(byte), from, there);
       }
     }
 
     __device__ __forceinline__ void fetch_whole(uint32_t stage, int first_chunk, int lane) const {
-      static_assert(!kWhole || kCopyBytes == 16);
       constexpr int kChunkBytes = kChunk / 2;  // of a row's codes
       const uint32_t to = stage + static_cast<uint32_t>(lane * kVectorBytes);
       const uint8_t* low_codes = low + first_chunk * kChunkBytes;

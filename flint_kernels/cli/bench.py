@@ -124,15 +124,22 @@ def _on_gpu(arguments: argparse.Namespace) -> Measured:
     names = [name for name in registry if name not in cases.ON_REQUEST]
     names = _chosen(arguments.only, names, sorted(registry))
     with torch.no_grad():
-        found: Measured = kernels.run(names, timer.Timer(arguments.repetitions or 31))
+        found: Measured = kernels.run(names, timer.Timer(_repetitions(arguments, 31)))
     return found
+
+
+def _repetitions(arguments: argparse.Namespace, default: int) -> int:
+    repetitions: int = default if arguments.repetitions is None else arguments.repetitions
+    if repetitions < 1:
+        raise ValueError(f"--repetitions: got {repetitions}, want at least 1")
+    return repetitions
 
 
 def _on_cpu(arguments: argparse.Namespace) -> Measured:
     cpu = microbench("cpu")
     names = ("import", *cpu.CHECKPOINTS)
     files: dict[str, list[Row]] = {}
-    repetitions = arguments.repetitions or 7
+    repetitions = _repetitions(arguments, 7)
     chosen = _chosen(arguments.only, names, names)
     for index, name in enumerate(chosen):
         _say(f"{index + 1} of {len(chosen)}: {name}, {repetitions} times")

@@ -126,8 +126,8 @@ def attention_decode(
         scale: of the logits; None for D ** -0.5.
         workspace: scratch as `make_workspace` gives it; without one the op takes its own.
         enable_pdl: launch with programmatic dependent launch (GPU only). block_table, seq_lens and
-            every cached row but that of a request's last key may be read before the kernel in front
-            has ended: it must not write them.
+            every cached row but that of a request's last key are read before the kernel in front
+            has ended: they must be complete when that one starts.
 
     Returns: [B, Hq, D], the dtype of q, contiguous.
 
