@@ -30,20 +30,7 @@ bool linear_cuda_out(const Tensor& x, const Tensor& weight, std::optional<Tensor
   const Weights weights(call, weight, scale, scale_2);
   if (!roomy(call) || !few_rows(x) || !weights.readable || weights.scales > cuda::kMostShards)
     return false;
-  cuda::Linear in{};
-  in.weight = weights.matrix;
-  in.scale_2 = weights.scale_2;
-  in.shards = static_cast<int>(weights.scales);
-  const int64_t sizes[cuda::kMostShards] = {first, second, third, 0};
-  for (int i = 0; i < cuda::kMostShards; ++i) {
-    in.shard_end[i] = sizes[i] + (i > 0 ? in.shard_end[i - 1] : 0);
-  }
-  in.x = data<void>(x);
-  in.x_stride = row_stride(x);
-  in.rows = weight.size(0);
-  in.tokens = static_cast<int>(x.size(0));
-  in.width = static_cast<int>(std::min<int64_t>(x.size(1), 1 << 30));
-  in.output = static_cast<cuda::LinearOutput>(output);
+  cuda::Linear in = linear_of(weights, x, weight.size(0), {first, second, third}, output);
   if (!cuda::linear_fits(in)) return false;
   const bool halves = in.output == cuda::LinearOutput::kSiluAndMul;
   const auto type =

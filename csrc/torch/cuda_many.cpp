@@ -1,8 +1,6 @@
 // Binds the GPU's kernels for many tokens to torch as ops of the private namespace `flint_native`.
 // Each returns whether it has launched: false, with nothing done, where the kernel does not take
 // these sizes or addresses, and a general body has to.
-#include <algorithm>
-
 #include "cuda/experts.h"
 #include "cuda/linear.h"
 #include "torch/cuda_binding.h"
@@ -23,20 +21,7 @@ bool linear_many_cuda_out(const Tensor& x, const Tensor& weight, const Tensor& s
   const CudaCall call(x, enable_pdl);
   const Weights weights(call, weight, scale, scale_2);
   if (!many_rows(x) || !weights.readable || weights.scales > cuda::kMostShards) return false;
-  cuda::Linear in{};
-  in.weight = weights.matrix;
-  in.scale_2 = weights.scale_2;
-  in.shards = static_cast<int>(weights.scales);
-  const int64_t sizes[cuda::kMostShards] = {first, second, third, 0};
-  for (int i = 0; i < cuda::kMostShards; ++i) {
-    in.shard_end[i] = sizes[i] + (i > 0 ? in.shard_end[i - 1] : 0);
-  }
-  in.x = data<void>(x);
-  in.x_stride = row_stride(x);
-  in.rows = weight.size(0);
-  in.tokens = static_cast<int>(x.size(0));
-  in.width = static_cast<int>(std::min<int64_t>(x.size(1), 1 << 30));
-  in.output = static_cast<cuda::LinearOutput>(output);
+  cuda::Linear in = linear_of(weights, x, weight.size(0), {first, second, third}, output);
   const bool halves = in.output == cuda::LinearOutput::kSiluAndMul;
   call.check_dense(out, "out", true, int64_t{in.tokens} * (halves ? in.rows / 2 : in.rows));
   in.out = mutable_data<void>(out);

@@ -1,6 +1,9 @@
 // Weights and routing as the kernels take them.
 #pragma once
 
+#include <algorithm>
+#include <array>
+
 #include "cuda/experts.h"
 #include "cuda/linear.h"
 #include "torch/cuda_binding.h"
@@ -35,6 +38,25 @@ struct Weights {
     scales = scale_2->numel();
   }
 };
+
+// All but the output's buffer. `sizes`: of the first shards; `output`: a cuda::LinearOutput.
+inline cuda::Linear linear_of(const Weights& weights, const Tensor& x, int64_t rows,
+                              const std::array<int64_t, cuda::kMostShards>& sizes, int64_t output) {
+  cuda::Linear in{};
+  in.weight = weights.matrix;
+  in.scale_2 = weights.scale_2;
+  in.shards = static_cast<int>(weights.scales);
+  for (int i = 0; i < cuda::kMostShards; ++i) {
+    in.shard_end[i] = sizes[i] + (i > 0 ? in.shard_end[i - 1] : 0);
+  }
+  in.x = data<void>(x);
+  in.x_stride = row_stride(x);
+  in.rows = rows;
+  in.tokens = static_cast<int>(x.size(0));
+  in.width = static_cast<int>(std::min<int64_t>(x.size(1), 1 << 30));
+  in.output = static_cast<cuda::LinearOutput>(output);
+  return in;
+}
 
 inline cuda::Routing routing_of(const CudaCall& call, const Tensor& ids, int64_t experts) {
   call.check_dense(ids, "topk_ids", ScalarType::Int, ids.numel());
