@@ -78,7 +78,7 @@ def interleaved(
     return taken
 
 
-class _Replay:
+class Replay:
     """A captured graph of launches."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
@@ -132,7 +132,10 @@ class Timer:
         `hot`: each timed replay follows another of the same graph, instead of the reads that empty
         the L2.
         """
-        replays = {name: _Replay(launches) for name, launches in subjects.items()}
+        return self.time({name: Replay(launches) for name, launches in subjects.items()}, hot=hot)
+
+    def time(self, replays: Mapping[str, Replay], *, hot: bool = False) -> dict[str, list[float]]:
+        """The same of graphs that are captured already."""
         samples = {
             name: partial(replay.sample, replay.run if hot else self._empty_l2)
             for name, replay in replays.items()
