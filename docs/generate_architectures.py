@@ -26,6 +26,7 @@ from flint_kernels.backends import (
     native_decode,
     native_many,
     native_router,
+    native_sampling,
 )
 from flint_kernels.ops import REGISTRY
 
@@ -46,6 +47,7 @@ LIMITED = {
     "many": native_many,
     "heads": native_attention,
     "topk": native_router,
+    "best": native_sampling,
 }
 
 HEAD = """\

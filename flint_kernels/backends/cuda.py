@@ -24,6 +24,7 @@ from flint_kernels.backends import (
     native_decode,
     native_many,
     native_router,
+    native_sampling,
 )
 from flint_kernels.ops import REGISTRY, implement
 
@@ -51,7 +52,7 @@ _RUN_OF_MANY = ("nvfp4_linear", "nvfp4_linear_silu_and_mul")
 def fast_bodies(name: str, *, experimental: bool) -> list[Body]:
     """The bodies of op `name` that launch the library's kernels, in the order in which they are
     asked; none where there is no kernel. `experimental`: those among them too."""
-    modules: list[ModuleType] = [native_cuda, native_decode]
+    modules: list[ModuleType] = [native_cuda, native_decode, native_sampling]
     if experimental or name in _RUN_OF_MANY:
         modules.append(native_many)
     if experimental:
