@@ -266,7 +266,8 @@ fault("decode_advance", "window_block_table", "another width", narrower("window_
 fault("decode_advance", "history", "no room", lambda a: a["history"][:, :0])
 fault("decode_advance", "positions", "not the last", entry("positions", 3, 0))
 fault("decode_advance", "seq_lens", "no room left",
-      together(("positions", number(int32(31, 0, 2))), ("seq_lens", number(int32(32, 0, 3)))))  # fmt: skip
+      together(("positions", number(int32(31, 0, 2))),
+               ("seq_lens", number(int32(32, 0, 3)))))  # fmt: skip
 fault("sample", "max_top_k", "-1", number(-1))
 fault("sample", "top_k", "more than max_top_k",
       together(("max_top_k", number(20)), ("top_k", number(int32(21, 0, 1)))))  # fmt: skip
