@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
 
+from flint_kernels.generation import DecodeLoop
 from flint_kernels.model.batch import DecodeBatch, PrefillBatch
 from microbench.forward import __main__ as forward
-from microbench.forward import profile, work
+from microbench.forward import profile, token, work
 from microbench.forward.case import DEFAULT, Request, parse
 from microbench.forward.step import Step, filled_cache
 from microbench.roofs import Roofs
@@ -217,3 +219,39 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         forward.main(["decode"])
     assert "case: got 'decode'" in capsys.readouterr().err
+
+
+# Tokens.
+
+
+def test_a_run_decodes_from_the_case_s_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token, "_WARM", 3)
+    monkeypatch.setattr(token, "_PART", 2)
+    model = tiny.tiny_model()
+    lengths = []
+    start = DecodeLoop.start
+
+    def started(loop: DecodeLoop, ids: object, requests: list[int], *rest: object) -> None:
+        start(loop, ids, requests, *rest)  # type: ignore[arg-type]
+        lengths.extend(loop._cache.length(request) for request in requests)
+
+    monkeypatch.setattr(DecodeLoop, "start", started)
+    found = token.run(model, parse("decode2=2*1@40"), 10)
+    assert lengths == [40, 40]  # the first step's tokens among them
+    assert len(found.tokens) == 13
+    assert len(found.times) == len(found.memory) == 5
+    assert all(time > 0 for time in found.times)
+    token.check_tokens(found, tiny.CONFIG.vocab_size)
+    with pytest.raises(RuntimeError, match="tokens: got ids from -1"):
+        token.check_tokens(replace(found, tokens=[[-1]]), tiny.CONFIG.vocab_size)
+    rows = token.endurance_rows(found, parse("decode2=2*1@40"), "nvfp4", 10)
+    assert [row["metric"] for row in rows] == ["us", "us", "steps"]
+    assert rows[2]["bytes_of_drift"] == 0 and rows[2]["tokens_drawn"] > 3
+
+
+def test_a_token_s_floor_is_that_of_forward_and_head() -> None:
+    model, roof = tiny.tiny_model(), Roofs(bytes_a_us=1.0, flop_a_us=1e9)
+    case = parse("decode=1@40")
+    body = work.of_forward(model, case, [0, 3, 3, 3]).bytes
+    head = sum(p.nbytes for p in model.lm_head.parameters()) + 4 * tiny.CONFIG.vocab_size
+    assert token.floor_of(model, case, roof) == body + head
