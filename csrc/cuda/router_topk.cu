@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool is_one = expert < in.experts;
     keys[i] = is_one ? topk_key_bf16(logits[expert], static_cast<uint16_t>(expert)) : 0;
   }
-  uint32_t chosen = 0;  // lane r keeps the r-th
+  uint32_t chosen = 0;             // lane r keeps the r-th
   uint32_t highest = 0xffffffffu;  // what is left; NaN of expert 0 has this very key
   for (int round = 0; round < in.top_k; ++round) {
     // Keys are distinct: the next one is the largest that is smaller. An expert's is never 0.
