@@ -29,7 +29,7 @@ ROUTINGS = ("natural", "balanced")
 class Step:
     """One forward: of ids that are drawn, into a cache of its own."""
 
-    def __init__(self, model: Flint, case: Case, *, enable_pdl: bool = True) -> None:
+    def __init__(self, model: Flint, case: Case) -> None:
         self.model, self.case = model, case
         self.cache = filled_cache(model, case)
         requests = self.cache.requests
@@ -42,12 +42,12 @@ class Step:
         self.ids = torch.randint(
             vocabulary, (case.tokens,), generator=generator, device=model.device
         )
-        self._launch = Launch(make_workspace(model.device), enable_pdl)
+        self._workspace = make_workspace(model.device)
         config = model.config
         entries = torch.arange(case.tokens * config.num_experts_per_tok, device=model.device)
         self._in_turn = (entries % config.num_experts).int().view(case.tokens, -1)
 
-    def forward(self, routing: str = "natural") -> Tensor:
+    def forward(self, routing: str = "natural", *, enable_pdl: bool = True) -> Tensor:
         """Final hidden states, normed.
 
         Tokens go to the experts that the router names (natural), or to the next six in turn,
@@ -56,9 +56,10 @@ class Step:
         """
         if routing == "balanced":
             with replaced_ids(self.model, lambda _, ids: self._in_turn):
-                return self.forward()
+                return self.forward(enable_pdl=enable_pdl)
         if isinstance(self.batch, DecodeBatch):
-            return self.model.decode(self.ids, self.batch, self.cache, self._launch)
+            launch = Launch(self._workspace, enable_pdl)
+            return self.model.decode(self.ids, self.batch, self.cache, launch)
         return self.model.prefill(self.ids, self.batch, self.cache)
 
     def experts(self, routing: str = "natural") -> list[int]:
