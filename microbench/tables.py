@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from microbench import plots
+from microbench import forward_tables, plots
 from microbench.plots import number
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +30,8 @@ Row = dict[str, Any]
 
 GPU = "h200"
 KERNELS_PLOT = ROOT / "docs" / "images" / f"kernels_{GPU}.svg"
+FORWARD_PLOT = ROOT / "docs" / "images" / f"forward_{GPU}.svg"
+ABLATION_PLOT = ROOT / "docs" / "images" / f"ablation_{GPU}.svg"
 ROOF = "roof"  # the bench of the measured ceilings
 LAYERS = "moe_layer_chain"  # the bench of all layers behind each other
 # What the plot and the README show of the kernels; the table has all.
@@ -271,7 +273,45 @@ def drawings() -> dict[Path, str | None]:
     """What each plot's file has to hold; None where there are no rows, and no file is to be."""
     meta, rows = kernel_rows()
     shown = plotted(rows)
-    return {KERNELS_PLOT: plots.chart(kernels_title(meta), shown) if shown else None}
+    found = {KERNELS_PLOT: plots.chart(kernels_title(meta), shown) if shown else None}
+    of_forward, forwards = read(GPU, "forward")
+    found[FORWARD_PLOT] = forward_tables.forward_plot(forwards, of_forward.get("gpu", "")) or None
+    of_ablation, ablated = read(GPU, "ablation")
+    found[ABLATION_PLOT] = forward_tables.ablation_plot(ablated, of_ablation.get("gpu", "")) or None
+    return found
+
+
+def of_file(
+    name: str, head: Sequence[str], lines: Callable[[Sequence[Row]], list[list[str]]]
+) -> str:
+    """A table of one result file of the GPU."""
+    meta, rows = read(GPU, name)
+    found = lines(rows)
+    return markdown(head, found) + conditions(meta) if found else NOT_MEASURED
+
+
+def forward() -> str:
+    table = of_file("forward", forward_tables.FORWARD_HEAD, forward_tables.forward_lines)
+    return pictured(FORWARD_PLOT, "Time of a forward", table)
+
+
+def ablation() -> str:
+    table = of_file("ablation", forward_tables.ABLATION_HEAD, forward_tables.ablation_lines)
+    stacks = forward_tables.stock_stacks(read(GPU, "ablation")[1])
+    return pictured(ABLATION_PLOT, "The ablation", table) + (f"\n\n{stacks}" if stacks else "")
+
+
+def pictured(path: Path, title: str, table: str) -> str:
+    drawn = drawings().get(path)
+    return f"![{title}](images/{path.name})\n\n{table}" if drawn else table
+
+
+def forward_kernels(case: str, checkpoint: str) -> str:
+    return of_file(
+        "forward_kernels",
+        forward_tables.KERNELS_HEAD,
+        lambda rows: forward_tables.kernel_lines(rows, case, checkpoint),
+    )
 
 
 def significant(row: Row | None) -> str:
@@ -334,6 +374,26 @@ def wheel() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "ablation": ablation,
+    "endurance": partial(
+        of_file, "endurance", forward_tables.ENDURANCE_HEAD, forward_tables.endurance_lines
+    ),
+    "forward": forward,
+    **{
+        f"forward-kernels-{checkpoint}-{case.partition('=')[0]}": partial(
+            forward_kernels, case, checkpoint
+        )
+        for checkpoint in CHECKPOINTS
+        for case in forward_tables.KERNELS_OF
+    },
+    "load": partial(of_file, "load", ("", "unit", "figure"), forward_tables.load_lines),
+    "memory": partial(
+        of_file, "validate_full", forward_tables.MEMORY_HEAD, forward_tables.memory_lines
+    ),
+    "token": partial(of_file, "token", forward_tables.TOKEN_HEAD, forward_tables.token_lines),
+    "validate-full": partial(
+        of_file, "validate_full", forward_tables.VALIDATION_HEAD, forward_tables.validation_lines
+    ),
     "attention": attention,
     "cpu": cpu,
     **{f"decode-kernels-{name}": partial(decode_kernels, name) for name in CHECKPOINTS},

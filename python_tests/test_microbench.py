@@ -547,7 +547,8 @@ def made_up_rows() -> list[results.Row]:
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of results with a kernels.json of made-up figures."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables, "KERNELS_PLOT", tmp_path / "kernels_h200.svg")
+    for name in ("KERNELS", "FORWARD", "ABLATION"):
+        monkeypatch.setattr(tables, f"{name}_PLOT", tmp_path / f"{name}.svg")
     results.write(tmp_path / "h200" / "kernels.json", made_up_rows(), META)
     return tmp_path
 
@@ -615,7 +616,7 @@ def test_the_table_of_prefill_is_made_of_rows(measured: Path) -> None:
 
 
 def test_the_plot_shows_cases_by_their_own_launches(measured: Path) -> None:
-    [drawing] = tables.drawings().values()
+    drawing = tables.drawings()[tables.KERNELS_PLOT]
     assert drawing is not None
     root = ElementTree.fromstring(drawing)
     space = "{http://www.w3.org/2000/svg}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import tiny
 import torch
 from torch import Tensor
 
+from flint_kernels import results
 from flint_kernels.backends import gpu_general
 from flint_kernels.model import calls
 from flint_kernels.model.mlp import MoE
-from microbench import ablation
+from microbench import ablation, forward_tables
 from microbench.forward import stacks
 from microbench.forward.case import parse
 from microbench.forward.stacks import STEPS, stack
@@ -67,3 +69,28 @@ def test_the_stock_stack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "FlashAttention-3" in stacks.description("nvfp4")
     assert "Triton W4A16" in stacks.description("nvfp4")
     assert "cuBLAS" in stacks.description("bf16")
+
+
+def rows() -> list[dict[str, Any]]:
+    found = []
+    for checkpoint in ("nvfp4", "bf16"):
+        for number, name in enumerate(STEPS):
+            label = f"decode=1@100000 step={number}:{name}"
+            of: dict[str, Any] = {"checkpoint": checkpoint}
+            if number == 0:
+                of["stock"] = f"parts of {checkpoint}"
+            found.append(results.row("ablation", label, "us", [4000.0 - 400 * number], **of))
+            found.append(results.row("ablation", label, "kernels", [1096 - 100 * number], **of))
+    return found
+
+
+def test_table_and_picture() -> None:
+    lines = forward_tables.ablation_lines(rows())
+    assert len(lines) == 14
+    assert lines[0] == ["decode=1@100000, NVFP4", "0: stock", "4000 (4000 to 4000)", "", "1096"]
+    assert lines[1][3:] == ["-10.0%", "996"]
+    drawn = forward_tables.ablation_plot(rows(), "GPU")
+    ElementTree.fromstring(drawn)
+    assert drawn.count('class="ours"') == 14
+    assert forward_tables.ablation_plot([], "GPU") == ""
+    assert forward_tables.stock_stacks(rows()).endswith("Stock stack of BF16: parts of bf16.")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import tiny
 import torch
 
+from flint_kernels import results
 from flint_kernels.generation import DecodeLoop
 from flint_kernels.model.batch import DecodeBatch, PrefillBatch
+from microbench import forward_tables
 from microbench.forward import __main__ as forward
 from microbench.forward import profile, token, work
 from microbench.forward.case import DEFAULT, Request, parse
@@ -255,3 +259,68 @@ def test_a_token_s_floor_is_that_of_forward_and_head() -> None:
     body = work.of_forward(model, case, [0, 3, 3, 3]).bytes
     head = sum(p.nbytes for p in model.lm_head.parameters()) + 4 * tiny.CONFIG.vocab_size
     assert token.floor_of(model, case, roof) == body + head
+
+
+# Tables and plots.
+
+
+def forward_rows() -> list[dict[str, Any]]:
+    rows = []
+    for text, time, kernels in (
+        ("decode=1@4096", 1000.0, 345),
+        ("decode=1@100000", 1700.0, 345),
+        ("decode8=8*1@100000", 5200.0, 345),
+        ("prefill=512", 40_000.0, 900),
+        ("prefill=8192", 120_000.0, 900),
+        ("mix=64,2*1@99", 9000.0, 900),
+    ):
+        for checkpoint in ("nvfp4", "bf16"):
+            of = {"checkpoint": checkpoint}
+            times = [time, time + 1, time + 2]
+            rows.append(results.row("forward", text, "us", times, floor=time / 2, **of))
+            rows.append(results.row("forward", f"{text} balanced", "us", [time - 5], **of))
+            rows.append(results.row("forward", text, "kernels", [kernels], **of))
+    return rows
+
+
+def test_the_table_of_forwards() -> None:
+    lines = forward_tables.forward_lines(forward_rows())
+    assert len(lines) == 12
+    assert lines[0] == [
+        "`decode=1@4096`", "NVFP4", "1001 (1000 to 1002)", "500", "50%", "995", "345",
+    ]  # fmt: skip
+    assert all(len(line) == len(forward_tables.FORWARD_HEAD) for line in lines)
+
+
+def test_the_plot_of_forwards_has_a_panel_for_each_axis() -> None:
+    drawn = forward_tables.forward_plot(forward_rows(), "GPU")
+    assert drawn == forward_tables.forward_plot(forward_rows(), "GPU")
+    ElementTree.fromstring(drawn)
+    for title in ("context", "requests", "tokens of a fresh prompt"):
+        assert title in drawn
+    assert "mix" not in drawn
+    assert forward_tables.forward_plot([], "GPU") == ""
+
+
+def test_the_tables_of_kernels_and_tokens() -> None:
+    kernels = forward.kernel_rows(
+        "decode=1@100000 nvfp4",
+        profile.kernels_of({"traceEvents": [event("a", 0, 3.0), event("b", 3.0, 1.0)]}),
+    )
+    lines = forward_tables.kernel_lines(kernels, "decode=1@100000", "nvfp4")
+    assert lines == [
+        ["`a`", "1x1x1", "1", "3", "3", "75.0%"],
+        ["`b`", "1x1x1", "1", "1", "1", "25.0%"],
+    ]
+    assert forward_tables.kernel_lines(kernels, "decode=1@100000", "bf16") == []
+    row = results.row("token", "decode8=8*1@100", "us", [2000.0], checkpoint="bf16", floor=1000.0)
+    [line] = forward_tables.token_lines([row])
+    assert line[-1] == "4000" and len(line) == len(forward_tables.TOKEN_HEAD)
+
+
+def test_the_table_of_a_long_run() -> None:
+    model = tiny.tiny_model()
+    found = token.Run([10.0] * 40, [[1], [2]], [5, 5])
+    rows = token.endurance_rows(found, parse("decode=1@90"), model.weight_format, 2000)
+    [line] = forward_tables.endurance_lines(rows)
+    assert line == ["`decode=1@90`", "NVFP4", "2000", "10", "10", "0"]

@@ -10,7 +10,7 @@ import tiny
 import torch
 from loading_support import tiny_config
 
-from microbench import load
+from microbench import forward_tables, load
 from microbench.forward import validate
 from microbench.forward.validate import Sizes
 
@@ -41,6 +41,9 @@ def test_every_path_is_near_the_fp32_forward(checkpoint: str) -> None:
     assert all(0 < row["median"] < 0.3 and max(row["layers"]) < 0.3 for row in errors)
     assert all(0 <= row["median"] < 0.1 for row in rows if row["metric"] == "kl_mean")
     assert len(validate.table(rows).splitlines()) == 11
+    lines = forward_tables.validation_lines(rows)
+    assert len(lines) == 10
+    assert all(len(line) == len(forward_tables.VALIDATION_HEAD) for line in lines)
 
 
 @torch.inference_mode()
@@ -82,6 +85,7 @@ def test_loading_writes_reads_and_compares(tmp_path: Path, monkeypatch: pytest.M
         ("gguf tiny disk", "bytes"),
     ]
     assert all(row["median"] > 0 for row in rows if row["metric"] != "bytes")
+    assert len(forward_tables.load_lines(rows)) == 7
     real = load.load
 
     def damaged(*arguments: object, **options: object) -> object:
