@@ -1,5 +1,4 @@
-"""Tables and plots of whole forwards, from rows under docs/results: forward, forward_kernels, token,
-ablation, validate_full, load and endurance."""
+"""Tables and plots of whole forwards, from rows under docs/results."""
 
 from __future__ import annotations
 

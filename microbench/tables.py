@@ -43,6 +43,8 @@ HEADLINES = {
     "qk_norm_rope_kv_write": ("M=1", "M=1 pdl", "M=8192"),
 }
 
+FORWARD_HEADLINES = ("decode=1@4096", "decode=1@100000", "decode8=8*1@100000", "prefill=8192")
+
 CHECKPOINTS = {"nvfp4": "NVFP4", "bf16": "BF16"}
 # File and bodies. The plain ones set the yardstick; there decode equals prefill, and one path does.
 VALIDATED = {
@@ -301,6 +303,25 @@ def ablation() -> str:
     return pictured(ABLATION_PLOT, "The ablation", table) + (f"\n\n{stacks}" if stacks else "")
 
 
+def forward_headlines() -> str:
+    """Forwards and tokens that the README shows."""
+    meta, rows = read(GPU, "forward")
+    shown = [row for row in rows if row["case"].split(" ")[0] in FORWARD_HEADLINES]
+    lines = [[*line[:5], line[6]] for line in forward_tables.forward_lines(shown)]
+    tokens = [row for row in read(GPU, "token")[1] if row["case"] in FORWARD_HEADLINES]
+    lines += [["a token end to end, " + line[0], *line[1:5], ""] for line in
+              forward_tables.token_lines(tokens)]  # fmt: skip
+    if not lines:
+        return NOT_MEASURED
+    head = [*forward_tables.FORWARD_HEAD[:5], "kernels"]
+    return markdown(head, lines) + conditions(meta)
+
+
+def ablation_picture() -> str:
+    drawn = drawings().get(ABLATION_PLOT)
+    return f"![The ablation](docs/images/{ABLATION_PLOT.name})" if drawn else NOT_MEASURED
+
+
 def pictured(path: Path, title: str, table: str) -> str:
     drawn = drawings().get(path)
     return f"![{title}](images/{path.name})\n\n{table}" if drawn else table
@@ -378,7 +399,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "endurance": partial(
         of_file, "endurance", forward_tables.ENDURANCE_HEAD, forward_tables.endurance_lines
     ),
+    "ablation-picture": ablation_picture,
     "forward": forward,
+    "forward-headlines": forward_headlines,
     **{
         f"forward-kernels-{checkpoint}-{case.partition('=')[0]}": partial(
             forward_kernels, case, checkpoint

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,7 +18,7 @@ from flint_kernels.generation import DecodeLoop
 from flint_kernels.model.batch import DecodeBatch, PrefillBatch
 from microbench import forward_tables
 from microbench.forward import __main__ as forward
-from microbench.forward import profile, token, work
+from microbench.forward import profile, suite, token, work
 from microbench.forward.case import DEFAULT, Request, parse
 from microbench.forward.step import Step, filled_cache
 from microbench.roofs import Roofs
@@ -324,3 +326,46 @@ def test_the_table_of_a_long_run() -> None:
     rows = token.endurance_rows(found, parse("decode=1@90"), model.weight_format, 2000)
     [line] = forward_tables.endurance_lines(rows)
     assert line == ["`decode=1@90`", "NVFP4", "2000", "10", "10", "0"]
+
+
+# The suite.
+
+
+def test_the_suite_writes_each_file_and_goes_on_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(model: object, options: object) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "forward", results.row("forward", "decode=1@9", "us", [1.0], checkpoint="nvfp4")
+        raise ValueError("in the middle")
+
+    def tokens(model: object, options: object) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "token", results.row("token", "decode=1@9", "us", [2.0], checkpoint="nvfp4")
+
+    monkeypatch.setattr(suite.results, "describe", lambda *_: {"gpu": "none"})
+    monkeypatch.setitem(suite.PARTS, "forward", breaks)
+    monkeypatch.setitem(suite.PARTS, "token", tokens)
+    roof = results.row("roof", "copy", "GB/s", [4000.0])
+    files = suite.Files(tmp_path, "c", [roof])
+    failures = suite.run(tiny.tiny_model(), ["forward", "token"], suite.Options(), files, 0.0)
+    assert len(failures) == 1 and "in the middle" in failures[0]
+    for name, time in (("forward", 1.0), ("token", 2.0)):
+        found = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+        assert found["meta"] == {"gpu": "none"}
+        assert [row["median"] for row in found["rows"]] == [4000.0, time]
+
+
+def test_every_part_of_the_suite_gives_rows_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite.cases, "DEFAULT", ("decode=1@40",))
+    monkeypatch.setattr(suite.token, "DEFAULT", ("decode=1@40",))
+    monkeypatch.setattr(token, "_WARM", 1)
+    monkeypatch.setattr(token, "_PART", 2)
+    monkeypatch.setattr(forward, "Replay", Replayed)
+    monkeypatch.setattr(forward.profile, "record", lambda replay: [])
+    monkeypatch.setattr(suite, "timer_of", lambda *_: StandInTimer())
+    roof = Roofs(bytes_a_us=1e6, flop_a_us=1e8)
+    options = suite.Options(steps=4, roof=roof)
+    with torch.inference_mode():
+        for part in ("forward", "token"):
+            found = list(suite.PARTS[part](tiny.tiny_model(), options))
+            assert found and {name for name, _ in found} == {part}
+            assert all(row["bench"] == part for _, row in found)

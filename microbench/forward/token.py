@@ -134,6 +134,21 @@ def endurance_rows(found: Run, case: Case, checkpoint: str, steps: int) -> list[
     return [*rows, done]
 
 
+def measure(model: Flint, case: Case, steps: int, roof: Roofs) -> results.Row:
+    """The row of a case."""
+    found = run(model, case, steps)
+    check_tokens(found, model.config.vocab_size)
+    of = {"checkpoint": model.weight_format, "floor": floor_of(model, case, roof)}
+    return results.row(BENCH, case.text, "us", found.times, **of)
+
+
+def endurance(model: Flint, case: Case, steps: int) -> list[results.Row]:
+    """The rows of a long run."""
+    found = run(model, case, steps)
+    check_tokens(found, model.config.vocab_size)
+    return endurance_rows(found, case, model.weight_format, steps)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m microbench.forward.token", description=(__doc__ or "").splitlines()[0]
@@ -161,17 +176,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model = full_size(checkpoint, device)
             for case in chosen:
                 start = time.monotonic()
-                found = run(model, case, options.steps)
-                check_tokens(found, model.config.vocab_size)
                 if options.endurance:
-                    rows += endurance_rows(found, case, checkpoint, options.steps)
+                    rows += endurance(model, case, options.steps)
                 else:
-                    floor = floor_of(model, case, roof)
-                    rows.append(
-                        results.row(
-                            BENCH, case.text, "us", found.times, checkpoint=checkpoint, floor=floor
-                        )
-                    )
+                    rows.append(measure(model, case, options.steps, roof))
                 seconds = time.monotonic() - start
                 print(f"{seconds:6.1f} s  {case.text} {checkpoint}", file=sys.stderr, flush=True)
                 free()
