@@ -22,7 +22,7 @@ from flint_kernels import results
 from flint_kernels.model import Flint
 from microbench.forward import case as cases
 from microbench.forward import profile
-from microbench.forward.__main__ import free, full_size, timer_of
+from microbench.forward.__main__ import AT_MOST_S, free, full_size
 from microbench.forward.case import Case
 from microbench.forward.stacks import STEPS, description, stack
 from microbench.forward.step import Step
@@ -54,7 +54,7 @@ def measure(model: Flint, case: Case, timer: Timer) -> list[results.Row]:
     for number, name in enumerate(STEPS):
         replays[name] = Replay([forward_of(step, number)])
         kernels[name] = len(profile.record(replays[name].run))
-    times = timer.time(replays)
+    times = timer.time(replays, at_most_s=2 * AT_MOST_S)
     rows = []
     for number, name in enumerate(STEPS):
         label = f"{case.text} step={number}:{name}"
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for case in chosen:
                 label = f"{case.text} {checkpoint}"
                 try:
-                    rows += measure(model, case, timer_of(case, options.rounds))
+                    rows += measure(model, case, Timer(options.rounds))
                 except Exception:
                     failures.append(f"{label}:\n{traceback.format_exc()}")
                 free()

@@ -28,14 +28,17 @@ def curves(title: str, panels: Sequence[Panel]) -> str:
     """An SVG with the panels side by side: lines are medians, dashed ones floors."""
     height = TOP + PANEL + AXIS + 12
     width = (WIDTH - 2 * MARGIN - (len(panels) - 1) * GAP) / len(panels)
-    note = "Microseconds, both axes logarithmic. Lines: medians; dashed: floors by bytes and FLOP."
+    note = "Milliseconds, both axes logarithmic. Lines: medians; dashed: floors by bytes and FLOP."
     parts = head(title, note, height)
-    for place, (name, colour) in enumerate(COLOURS.items()):
+    shown = [name for name in COLOURS if any(name in panel.points for panel in panels)]
+    for place, name in enumerate(shown):
         x = WIDTH - 170 + 90 * place
-        parts.append(f'<path d="M {x} 30 h 20" stroke="{colour}" stroke-width="2.5" fill="none"/>')
+        parts.append(
+            f'<path d="M {x} 30 h 20" stroke="{COLOURS[name]}" stroke-width="2.5" fill="none"/>'
+        )
         parts.append(text(x + 26, 34, "note", NAMES[name]))
     for place, panel in enumerate(panels):
-        parts += drawn(panel, MARGIN + place * (width + GAP) + 30, width - 30)
+        parts += drawn(panel, MARGIN + place * (width + GAP) + 30, width - 54)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -66,7 +69,7 @@ def drawn(panel: Panel, left: float, width: float) -> list[str]:
             parts.append(f'<path d="M {path}" {stroke} {style}/>')
         for x, y, _ in ordered:
             dot = f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="3" fill="{COLOURS[name]}"/>'
-            parts += [dot, text(across(x), down(y) - 7, "note", number(y), "middle")]
+            parts += [dot, text(across(x), down(y) - 7, "note", number(y / 1e3), "middle")]
     return parts
 
 
@@ -80,7 +83,7 @@ def steps(title: str, groups: Sequence[tuple[str, Sequence[Row]]]) -> str:
     height = int(TOP + LINE * lines)
     parts = head(title, "Bars: median time of a forward, relative to the stock stack.", height)
     y = float(TOP)
-    track = WIDTH - 2 * MARGIN - LABELS - 130
+    track = WIDTH - 2 * MARGIN - LABELS - 150
     for name, rows in groups:
         parts.append(text(MARGIN, y + 4, "name", name))
         y += LINE * 0.8
@@ -88,7 +91,8 @@ def steps(title: str, groups: Sequence[tuple[str, Sequence[Row]]]) -> str:
         for row in rows:
             wide = track * row["median"] / longest
             label = row["case"].split(":", 1)[1]
-            times = f"{number(row['median'])} µs, {rows[0]['median'] / row['median']:.2f} times"
+            gain = rows[0]["median"] / row["median"]
+            times = f"{number(row['median'] / 1e3)} ms, {gain:.2f} times"
             parts += [
                 text(MARGIN + 14, y + 5, "note", label),
                 f'<rect class="ours" x="{MARGIN + LABELS}" y="{y - 7:.1f}" width="{wide:.1f}" '

@@ -180,7 +180,8 @@ def test_rows_of_a_profile_name_case_and_checkpoint() -> None:
 class StandInTimer:
     """Runs each graph's launches once."""
 
-    def time(self, replays: dict[str, Replayed]) -> dict[str, list[float]]:
+    def time(self, replays: dict[str, Replayed], *, at_most_s: float) -> dict[str, list[float]]:
+        assert at_most_s > 0
         for replay in replays.values():
             replay.run()
         return {name: [10.0, 20.0, 30.0] for name in replays}
@@ -341,7 +342,7 @@ def test_the_suite_writes_each_file_and_goes_on_after_a_failure(
     def tokens(model: object, options: object) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "token", results.row("token", "decode=1@9", "us", [2.0], checkpoint="nvfp4")
 
-    monkeypatch.setattr(suite.results, "describe", lambda *_: {"gpu": "none"})
+    monkeypatch.setattr(suite.results, "describe", lambda *_: {"gpu": "none"})  # no GPU is needed
     monkeypatch.setitem(suite.PARTS, "forward", breaks)
     monkeypatch.setitem(suite.PARTS, "token", tokens)
     roof = results.row("roof", "copy", "GB/s", [4000.0])
@@ -361,7 +362,7 @@ def test_every_part_of_the_suite_gives_rows_of_its_file(monkeypatch: pytest.Monk
     monkeypatch.setattr(token, "_PART", 2)
     monkeypatch.setattr(forward, "Replay", Replayed)
     monkeypatch.setattr(forward.profile, "record", lambda replay: [])
-    monkeypatch.setattr(suite, "timer_of", lambda *_: StandInTimer())
+    monkeypatch.setattr(suite, "Timer", lambda *_: StandInTimer())
     roof = Roofs(bytes_a_us=1e6, flop_a_us=1e8)
     options = suite.Options(steps=4, roof=roof)
     with torch.inference_mode():

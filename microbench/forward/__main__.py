@@ -36,6 +36,7 @@ from microbench.roofs import Roofs
 from microbench.timer import Replay, Timer
 
 BENCH = "forward"
+AT_MOST_S = 3.0  # what timed replays of a case may take: forwards of many tokens get fewer
 
 
 def measure(
@@ -44,7 +45,7 @@ def measure(
     """The rows of a case, and the kernels of its forward as the router routes."""
     step = Step(model, case)
     replays = {routing: Replay([partial(step.forward, routing)]) for routing in ROUTINGS}
-    times = timer.time(replays)
+    times = timer.time(replays, at_most_s=AT_MOST_S)
     kernels = profile.record(replays["natural"].run)
     rows = []
     for routing in ROUTINGS:
@@ -84,11 +85,6 @@ def kernel_rows(label: str, kernels: Sequence[profile.Kernel]) -> list[results.R
     ]
 
 
-def timer_of(case: Case, rounds: int) -> Timer:
-    """Fewer rounds where one takes tens of milliseconds."""
-    return Timer(rounds if case.decodes else max(5, rounds // 4))
-
-
 def full_size(checkpoint: str, device: torch.device) -> Flint:
     return synthetic(FlintConfig.flint_40b(), checkpoint, device=device)
 
@@ -107,7 +103,7 @@ def run(
         for case in chosen:
             label = f"{case.text} {checkpoint}"
             try:
-                measured, kernels = measure(model, case, timer_of(case, rounds), roof)
+                measured, kernels = measure(model, case, Timer(rounds), roof)
                 rows += measured
                 profiles[label] = kernels
                 if shows_profile:

@@ -27,7 +27,7 @@ from microbench import ablation, roofs
 from microbench.forward import __main__ as forward
 from microbench.forward import case as cases
 from microbench.forward import token, validate
-from microbench.forward.__main__ import free, full_size, kernel_rows, timer_of
+from microbench.forward.__main__ import free, full_size, kernel_rows
 from microbench.kernels import HEAD, aligned, line
 from microbench.roofs import Roofs
 from microbench.timer import Timer
@@ -49,7 +49,7 @@ def forwards(model: Flint, options: Options) -> Rows:
     assert options.roof is not None
     for text in cases.DEFAULT:
         case = cases.parse(text)
-        rows, kernels = forward.measure(model, case, timer_of(case, options.rounds), options.roof)
+        rows, kernels = forward.measure(model, case, Timer(options.rounds), options.roof)
         yield from (("forward", row) for row in rows)
         label = f"{text} {model.weight_format}"
         yield from (("forward_kernels", row) for row in kernel_rows(label, kernels))
@@ -66,7 +66,7 @@ def tokens(model: Flint, options: Options) -> Rows:
 def ablations(model: Flint, options: Options) -> Rows:
     for text in ablation.DEFAULT:
         case = cases.parse(text)
-        rows = ablation.measure(model, case, timer_of(case, options.rounds))
+        rows = ablation.measure(model, case, Timer(options.rounds))
         yield from (("ablation", row) for row in rows)
         free()
 
@@ -122,12 +122,14 @@ def run(
         try:
             for name, row in PARTS[part](model, options):
                 files.add(name, row)
+                files.write()
+                if row["metric"] != "kernels" and name != "forward_kernels":
+                    label = f"{row['case']} {row['checkpoint']} {row['metric']}"
+                    seconds = time.monotonic() - start
+                    print(f"{seconds:6.1f} s  {label} {row['median']:.5g}", file=sys.stderr)
         except Exception:
             failures.append(f"{part} {model.weight_format}:\n{traceback.format_exc()}")
-        files.write()
         free()
-        seconds = time.monotonic() - start
-        print(f"{seconds:6.1f} s  {part} {model.weight_format}", file=sys.stderr, flush=True)
     return failures
 
 
