@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from flint_kernels.integrations.transformers.cache import FlintCache
 from flint_kernels.integrations.transformers.step import decode_step
@@ -77,7 +77,7 @@ def _may_run_ahead(config: GenerationConfig, cache: FlintCache) -> bool:
 
 def sample(
     model: Any,
-    input_ids: Tensor,
+    input_ids: Any,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -127,5 +127,5 @@ def sample(
     if streamer is not None:
         streamer.end()
     if generation_config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(sequences=input_ids, cache=cache)  # type: ignore[arg-type]
+        return GenerateDecoderOnlyOutput(sequences=input_ids, cache=cache)
     return input_ids

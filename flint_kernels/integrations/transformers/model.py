@@ -249,8 +249,8 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
         if loop.takes(generation_config, model_kwargs, synced_gpus):
             return loop.sample(self, *given, streamer, model_kwargs)
-        theirs: Any = super()._sample
-        return theirs(*given, synced_gpus, streamer, **model_kwargs)
+        base: Any = super()
+        return base._sample(*given, synced_gpus, streamer, **model_kwargs)
 
     def free_static_cache(self) -> None:
         """Lets go of the pages and graphs that `cache_implementation="static"` keeps."""
