@@ -180,7 +180,7 @@ PLANTED = (
     Planted(
         "stale counter", "a graph keeps the table of its capture",
         "flint_kernels/model/cache.py", "        self._growth += 1\n", "",
-        "gpu/test_graph_decoder_gpu.py::test_grows_across_pages_and_beyond_the_window", "cuda",
+        "gpu/test_graph_decoder_gpu.py::test_a_full_bucket_equals_the_model_s_own_step", "cuda",
     ),
 )  # fmt: skip
 

@@ -9,9 +9,10 @@ all the time. Lanes are decoders on streams of their own, with caches of their o
 
 Each tenth of the run ends with no live request, and then
 
-- a sampled 1% of its requests is decoded again, slowly: op by op without graphs and PDL, in a cache
-  of its own, beside other requests than before. Every token and the last logits have to be the same
-  to the bit: the ops promise a row's bits whatever is beside it;
+- a sampled 1% of its requests is decoded again, slowly: by the model's own step, op by op without
+  graphs, buffers that stay and PDL, in a cache of its own, beside other requests than before. Every
+  token and the last logits have to be the same to the bit: the ops promise a row's bits whatever is
+  beside it;
 - every counter of a workspace is to be zero, and every page and request of the caches free;
 - torch's memory on the GPU is to be what it was after the first tenth, to the byte, and the
   process's own within 16 MiB.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import random
 import sys
 import time
@@ -53,17 +55,17 @@ class Request:
     steps: int
     sampled: bool
     slot: int = -1
-    done: int = 0
+    done: int = 0  # kept up where it is sampled
     tokens: Tensor | None = None  # [steps + 1]: that of the prompt, and one a step
     logits: Tensor | None = None  # [vocabulary] of the last step
 
     def note(self, token: Tensor, logits: Tensor) -> None:
-        if self.sampled:
-            if self.tokens is None:
-                self.tokens = torch.empty(self.steps + 1, dtype=torch.int64, device=token.device)
-            self.tokens[self.done] = token
-            if self.done == self.steps:
-                self.logits = logits.clone()
+        if self.tokens is None:
+            self.tokens = torch.empty(self.steps + 1, dtype=torch.int64, device=token.device)
+        self.tokens[self.done] = token
+        if self.done == self.steps:
+            self.logits = logits.clone()
+        self.done += 1
 
 
 def make_cache(model: Flint) -> PagedKVCache:
@@ -77,18 +79,18 @@ def begin(model: Flint, cache: PagedKVCache, request: Request) -> Tensor:
     ids = torch.tensor(request.prompt, dtype=torch.int64).to(model.device, non_blocking=True)
     logits = model(ids, cache.plan([request.slot], [len(request.prompt)]), cache)
     token: Tensor = logits.argmax(dim=-1)
-    request.note(token[0], logits[0])
+    if request.sampled:
+        request.note(token[0], logits[0])
     return token
 
 
 @torch.inference_mode()
-def advance(decoder: GraphDecoder, ids: Tensor, rows: Sequence[Request]) -> Tensor:
-    """One step of all rows; their next tokens."""
-    logits = decoder(ids, [request.slot for request in rows]).logits
+def advance(logits: Tensor, rows: Sequence[Request]) -> Tensor:
+    """The next tokens of all rows, out of a step's logits."""
     drawn: Tensor = logits.argmax(dim=-1)
     for row, request in enumerate(rows):
-        request.done += 1
-        request.note(drawn[row], logits[row])
+        if request.sampled:
+            request.note(drawn[row], logits[row])
     return drawn
 
 
@@ -102,6 +104,8 @@ class Lane:
         self.stream = torch.cuda.Stream() if model.device.type == "cuda" else None
         self.random = random.Random(seed)
         self.rows: list[Request] = []
+        self.slots: list[int] = []  # of the rows
+        self.ends: list[int] = []  # the number of each row's last step
         self.ids = torch.empty(0, dtype=torch.int64, device=model.device)
         self.pause = 0  # steps until the next request comes
         self.requests = self.steps = self.tokens = 0
@@ -116,10 +120,10 @@ class Lane:
                 self._come(share)
             if not self.rows:
                 return False
-            self.ids = advance(self.decoder, self.ids, self.rows)
+            self.ids = advance(self.decoder(self.ids, self.slots).logits, self.rows)
             self.steps += 1
             self.tokens += len(self.rows)
-            if any(request.done == request.steps for request in self.rows):
+            if self.steps in self.ends:
                 self._leave()
         return True
 
@@ -136,10 +140,12 @@ class Lane:
         token = begin(self.model, self.cache, request)
         self.ids = torch.cat([self.ids, token])
         self.rows.append(request)
+        self.slots.append(request.slot)
+        self.ends.append(self.steps + request.steps)
         self.requests += 1
 
     def _leave(self) -> None:
-        stays = [request.done < request.steps for request in self.rows]
+        stays = [end > self.steps for end in self.ends]
         for request, stay in zip(self.rows, stays, strict=True):
             if not stay:
                 self.cache.release(request.slot)
@@ -148,6 +154,8 @@ class Lane:
         kept = torch.tensor([row for row, stay in enumerate(stays) if stay], dtype=torch.int64)
         self.ids = self.ids[kept.to(self.ids.device, non_blocking=True)]
         self.rows = [request for request, stay in zip(self.rows, stays, strict=True) if stay]
+        self.slots = [request.slot for request in self.rows]
+        self.ends = [end for end in self.ends if end > self.steps]
 
     def problems(self) -> list[str]:
         """Of a lane without a live request: what did not go back to where it was."""
@@ -164,12 +172,11 @@ class Lane:
 
 
 class Slow:
-    """The reference: the same requests once more, without graphs, in a cache of its own."""
+    """The reference: the same requests once more, by the model's own steps."""
 
     def __init__(self, model: Flint) -> None:
         self.model = model
         self.cache = make_cache(model)
-        self.decoder = GraphDecoder(model, self.cache, graphs=False)
 
     def differing(self, requests: Sequence[Request]) -> int:
         """How many of the requests come out otherwise."""
@@ -184,10 +191,16 @@ class Slow:
         ids = torch.cat([begin(self.model, self.cache, twin) for twin in twins])
         for step in range(twins[0].steps):
             rows = [twin for twin in twins if twin.steps > step]
-            ids = advance(self.decoder, ids[: len(rows)], rows)
+            ids = advance(self._step(ids[: len(rows)], rows), rows)
         for twin in twins:
             self.cache.release(twin.slot)
         return sum(not same(one, two) for one, two in zip(requests, twins, strict=True))
+
+    @torch.inference_mode()
+    def _step(self, ids: Tensor, rows: Sequence[Request]) -> Tensor:
+        batch = self.cache.plan_decode([request.slot for request in rows])
+        logits: Tensor = self.model(ids, batch, self.cache)
+        return logits
 
 
 def same(one: Request, two: Request) -> bool:
@@ -207,11 +220,18 @@ def memory(device: torch.device) -> tuple[int, int]:
 
 
 def endure(
-    model: Flint, steps: int, *, lanes: int = 1, share: float = 0.01, graphs: bool = True
+    model: Flint,
+    steps: int,
+    *,
+    lanes: int = 1,
+    share: float = 0.01,
+    graphs: bool = True,
+    seconds: float = math.inf,
 ) -> tuple[dict[str, float], list[str]]:
     """Runs at least `steps` steps; what was counted, and what was wrong.
 
     Args:
+        seconds: after which no more requests come, however many steps there were.
         share: of the requests, sampled to be decoded again.
         graphs: False, and on the CPU, makes the steps eagerly.
     """
@@ -220,11 +240,13 @@ def endure(
     compared = 0
     found: list[str] = []
     first: tuple[int, int] | None = None
+    start = time.perf_counter()
     grown = (0, 0)
     for part in range(1, PART + 1):
         accept = True
         while sum(lane.step(share, accept=accept) for lane in running):
             accept = sum(lane.steps for lane in running) * PART < steps * part
+            accept = accept and (time.perf_counter() - start) * PART < seconds * part
         if model.device.type == "cuda":
             torch.cuda.synchronize()
         for lane in running:
@@ -252,6 +274,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--output", required=True, help="the JSON file to be written")
     parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="at most, about")
     parser.add_argument("--lanes", type=int, default=2, help="decoders that take turns")
     parser.add_argument("--checkpoint", default="flint-tiny")
     parser.add_argument("--device", default="cuda")
@@ -260,9 +283,12 @@ def main(argv: list[str] | None = None) -> int:
     model = load(options.checkpoint, device=options.device, max_positions=POSITIONS)
     start = time.perf_counter()
     graphs = options.device != "cpu"
-    counts, found = endure(model, options.steps, lanes=options.lanes, graphs=graphs)
+    counts, found = endure(
+        model, options.steps, lanes=options.lanes, graphs=graphs, seconds=options.seconds
+    )
     seconds = time.perf_counter() - start
     sys.stdout.writelines(f"{problem}\n" for problem in found)
+    sys.stdout.write(f"{counts['steps']:.0f} steps in {seconds:.1f} s\n")
     measured: dict[str, Any] = {**counts, "failures": float(len(found)), "s": seconds}
     rows = [
         results.row("endurance", options.checkpoint, metric, [float(value)])

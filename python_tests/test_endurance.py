@@ -45,26 +45,15 @@ def test_the_share_is_about_what_is_sampled(model: Flint) -> None:
 def test_a_table_that_is_not_renewed_is_found(
     model: Flint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request's pages as they were when it came; the reference, alone, does not show it."""
+    """A request's pages as they were when it came."""
     plain = DecodeBuffers.show
 
     def stale(self: DecodeBuffers, requests: list[int], growth: int, *tables: object) -> None:
         plain(self, requests, self._growth if self._growth >= 0 else growth, *tables)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecodeBuffers, "show", stale)
-    monkeypatch.setattr(run_endurance, "Slow", _renewed(plain))
     _, found = all_compared(model)
     assert any("requests differ" in problem for problem in found)
-
-
-def _renewed(plain: object) -> type[run_endurance.Slow]:
-    class Renewed(run_endurance.Slow):
-        def differing(self, requests: list[run_endurance.Request]) -> int:  # type: ignore[override]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(DecodeBuffers, "show", plain)
-                return super().differing(requests)
-
-    return Renewed
 
 
 def test_a_counter_that_is_stuck_is_found(model: Flint) -> None:

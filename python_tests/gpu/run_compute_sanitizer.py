@@ -3,6 +3,7 @@
     python python_tests/gpu/run_compute_sanitizer.py --output docs/results/h200/sanitizers.json
 
 racecheck sees shared memory alone, so it adds nothing for kernels without; it is run over all.
+Errors in kernels of torch's libraries (cuBLAS reads padding that nobody wrote) are counted apart.
 --workers shares each tool's tests between as many processes, which all run at once.
 """
 
@@ -13,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +22,16 @@ from flint_kernels import results
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
+
+
+def triton_kernels() -> list[str]:
+    """The names of the functions that Triton compiles."""
+    sources = (ROOT / "flint_kernels" / "backends" / "triton").glob("*.py")
+    texts = [source.read_text(encoding="utf-8") for source in sources]
+    found = [re.findall(r"@triton\.jit[^@]*?\ndef (\w+)", text) for text in texts]
+    return sorted(name for names in found for name in names)
+
+
 TESTS = FOLDER / "test_sanitized_gpu.py"
 # initcheck: padding of the allocator's blocks is never written, and no kernel may read it.
 TOOLS = {
@@ -28,6 +40,10 @@ TOOLS = {
     "synccheck": [],
     "racecheck": ["--racecheck-report", "all"],
 }
+# Each error in full, so that its kernel is known; without the host's stack, which takes long.
+REPORT = ["--print-limit", "100000", "--show-backtrace", "no", "--target-processes", "all"]
+# Of a package's own kernels the sanitizer says the namespace, or Triton's function.
+OURS = re.compile(r"flint::|^(" + "|".join(triton_kernels()) + r")\b")
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
 
 
@@ -41,28 +57,38 @@ def collected(rest: list[str]) -> list[str]:
     return ids
 
 
-def run(tool: str, tests: list[str]) -> tuple[int, int]:
-    """Errors, at least one where the tests did not pass; and tests that passed."""
-    command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], "--target-processes", "all"]
+def run(tool: str, tests: list[str]) -> tuple[int, int, Counter[str]]:
+    """Errors, at least one where the tests did not pass; tests that passed; and errors in kernels
+    of other libraries, by kernel."""
+    command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], *REPORT]
     # torch's own caching would hide where one tensor ends and the next begins.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(
         [*command, *PYTEST, *tests],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    errors, passed = counted(done.stdout + done.stderr)
+    errors, passed, elsewhere = counted(done.stdout + done.stderr)
     if done.returncode or passed != len(tests):
         errors = max(errors, 1)
     if errors:
         sys.stdout.write(f"{tool}: {tests[0]} ...\n{(done.stdout + done.stderr)[-4000:]}\n")
-    return errors, passed
+    return errors, passed, elsewhere
 
 
-def counted(text: str) -> tuple[int, int]:
-    """Errors that the summaries of a sanitizer name, one where there is none; and tests passed."""
+def counted(text: str) -> tuple[int, int, Counter[str]]:
+    """Errors that a sanitizer's summaries name, one where there is none, without those in kernels
+    of other libraries; tests that passed; and the others, by kernel."""
     summaries = re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", text)
+    places = re.findall(r"^=+ +at (.+?)\+0x[0-9a-f]+(?: in .*)?$", text, re.MULTILINE)
+    elsewhere = Counter(plain(place) for place in places if not OURS.search(place))
     passed = re.search(r"(\d+) passed", text)
-    return sum(map(int, summaries)) if summaries else 1, int(passed[1]) if passed else 0
+    errors = sum(map(int, summaries)) - elsewhere.total() if summaries else 1
+    return max(errors, 0), int(passed[1]) if passed else 0, elsewhere
+
+
+def plain(kernel: str) -> str:
+    """A kernel's name without its arguments."""
+    return re.split(r"[<(]", kernel.removeprefix("void "))[0]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,12 +110,15 @@ def main(argv: list[str] | None = None) -> int:
         running = {tool: [pool.submit(run, tool, share) for share in shares] for tool in tools}
         for tool, futures in running.items():
             done = [future.result() for future in futures]
-            errors, passed = (sum(column) for column in zip(*done, strict=True))
+            errors, passed = (sum(one[i] for one in done) for i in range(2))
+            elsewhere = sum((one[2] for one in done), Counter())
             total += errors
-            sys.stdout.write(f"{tool}: {passed} tests, {errors} errors\n")
+            sys.stdout.write(f"{tool}: {passed} tests, {errors} errors; {dict(elsewhere)}\n")
             sys.stdout.flush()
-            rows.append(results.row("sanitizer", tool, "errors", [float(errors)]))
-            rows.append(results.row("sanitizer", tool, "tests", [float(passed)]))
+            counts = {"errors": errors, "tests": passed, "elsewhere": elsewhere.total()}
+            for metric, value in counts.items():
+                rows.append(results.row("sanitizer", tool, metric, [float(value)]))
+            rows[-1]["kernels"] = sorted(elsewhere)
     results.write(options.output, rows, results.describe("cuda", options.commit))
     return 1 if total else 0
 
