@@ -404,10 +404,8 @@ def test_a_window_beyond_int32_is_none(run: Run) -> None:
             ("attention_decode", (randn(1, 8, 32), *past, None)),
             ("attention_prefill", (*chunk, *past, None)),
         ):
-            results = [
-                as_tuple(run(name, on_gpu(REGISTRY[name].bind((*args, w), {}))))
-                for w in (0, window)
-            ]
+            bound = (REGISTRY[name].bind((*args, given), {}) for given in (0, window))
+            results = [as_tuple(run(name, on_gpu(arguments))) for arguments in bound]
             assert torch.equal(bits(results[0][0]), bits(results[1][0])), (name, window)
 
 
