@@ -48,12 +48,12 @@ def main(argv: list[str] | None = None) -> int:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "python_tests", tests / "python_tests", ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", tests)
-        environment = {**os.environ, "PYTHONPATH": str(site)}
-        python = [sys.executable, "-P"]  # the working directory is not on the path
+        # The working directory is not on the path.
+        environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
 
         def run(*command: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
-                [*python, *command], cwd=tests, env=environment, capture_output=True, text=True,
+                [sys.executable, *command], cwd=tests, env=environment, capture_output=True, text=True,
                 check=False,
             )  # fmt: skip
 
