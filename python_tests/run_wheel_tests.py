@@ -1,7 +1,7 @@
 """Tests of an installed wheel, far from the tree; how many passed as result rows.
 
-    python python_tests/run_wheel_tests.py dist/*.whl --output docs/results/h200/wheel_tests.json \\
-        -- -m gpu -n 8 python_tests/gpu
+    python python_tests/run_wheel_tests.py --wheel dist/*.whl \\
+        --output docs/results/h200/wheel_tests.json -- -m gpu -n 8 python_tests/gpu
 
 The wheel goes into a folder of its own, beside copies of the tests, and nothing of the tree is on
 the path. Tests that need the tree are left out by the arguments of pytest after `--`.
@@ -35,7 +35,7 @@ def counted(text: str) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--wheel", type=Path, required=True)
     parser.add_argument("--output", required=True, help="the JSON file to be written")
     parser.add_argument("--device", default="cuda", help="what the rows call the machine by")
     parser.add_argument("--commit", help="of a tree that is no git checkout")
