@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 
         def run(*command: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
-                [sys.executable, *command], cwd=tests, env=environment, capture_output=True, text=True,
-                check=False,
+                [sys.executable, *command], cwd=tests, env=environment, capture_output=True,
+                text=True, check=False,
             )  # fmt: skip
 
         where = run("-c", WHERE).stdout.strip()

@@ -100,21 +100,20 @@ def sample(
     runs_ahead = _may_run_ahead(generation_config, cache)
     max_length = stopping_criteria.max_length
     # Its answer is known beforehand, and is the same for all rows.
-    others = StoppingCriteriaList(
-        criterion for criterion in stopping_criteria if type(criterion) is not MaxLengthCriteria
-    )
+    others = [one for one in stopping_criteria if type(one) is not MaxLengthCriteria]
     pad: Any = generation_config._pad_token_tensor
+    pad = None if pad is None else pad.to(input_ids.device)
     pads = any(hasattr(criterion, "eos_token_id") for criterion in others)
-    unfinished = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    finished = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
     while True:
         scores = logits_processor(input_ids, logits.clone()) if logits_processor else logits
         tokens = _choose(scores, generation_config.do_sample)
         if pads:
-            tokens = torch.where(unfinished, tokens, pad.to(tokens.device))
+            tokens = torch.where(finished, pad, tokens)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
-        if others:
-            unfinished = unfinished & ~others(input_ids, None)
-        ended = ~unfinished.any() if others else None
+        for criterion in others:
+            finished |= criterion(input_ids, None)
+        ended = finished.all() if others else None
         answers = _Answers(tokens, ended, streamed=streamer is not None)
         last = max_length is not None and input_ids.shape[1] >= max_length
         ahead = runs_ahead and not last and cache.holds_another_column
