@@ -48,7 +48,7 @@ PRODUCT_TOKENS = (100, 1000, 2048)
 # Entries of an expert that are few and many.
 EXPERT_TOKENS = (12, 60)
 # One request in few splits, eight in more than there are multiprocessors; a cluster's windows.
-LENGTHS = ([300], [700] * 8, [0, 1, 130])
+LENGTHS = ([300], [2100] * 8, [0, 1, 130])
 WINDOWS = (0, 16, 513, 2000)
 HEADS = ((128, BF16), (64, BF16), (20, BF16), (7, torch.float32))
 
