@@ -1,4 +1,4 @@
-"""The endurance run in small: every request is decoded again. `make gpu-endurance` is the long one."""
+"""The endurance run in small, every request decoded again; `make gpu-endurance` is the long one."""
 
 from __future__ import annotations
 
