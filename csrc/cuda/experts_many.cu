@@ -1,6 +1,9 @@
 // The routed experts of many tokens: entries in the order of their experts, then each expert's
 // products with its own.
+#include <cstdlib>
+
 #include "cuda/expert_order.h"
+#include "cuda/experts_thin.h"
 #include "cuda/nvfp4_launch.cuh"
 #include "cuda/nvfp4_product.cuh"
 
@@ -90,7 +93,7 @@ cudaError_t launch_steps(const RoutedExperts& in, Launch launch) {
     error = run();
     launch.pdl = true;  // each kernel waits for the one before it, whichever this was
   };
-  step(kOrderEntries, [&] { return order_entries(in.routing, Plan::kTokens, order, launch); });
+  step(kOrderEntries, [&] { return order_entries(in.routing, Plan::kTokens, kRowGroup, order, launch); });
   step(kGatherTokens, [&] {
     return gather_rows({in.x, in.x_stride, in.rows, in.hidden, in.routing.top_k, Plan::kArranged},
                        in.routing, order, launch);
@@ -107,11 +110,35 @@ cudaError_t launch_steps(const RoutedExperts& in, Launch launch) {
   return error;
 }
 
+cudaError_t launch_thin_steps(Thin thin, const RoutedExperts& in, Launch launch) {
+  const int64_t entries = entries_of(in.routing);
+  const ExpertOrder order = order_in(in.order, entries, in.routing.experts, thin_tile(thin));
+  cudaError_t error = cudaSuccess;
+  const auto step = [&](unsigned which, auto&& run) {
+    if ((in.steps & which) == 0 || error != cudaSuccess) return;
+    error = run();
+    launch.pdl = true;
+  };
+  step(kOrderEntries, [&] { return order_entries(in.routing, thin_tile(thin), 8, order, launch); });
+  step(kGateUp, [&] { return thin_gate_up(thin, in, order, launch); });
+  step(kDown, [&] { return thin_down(thin, in, order, launch); });
+  step(kCombine, [&] {
+    return combine_experts({in.routing, in.weights, in.rows, in.shared, in.out, in.hidden}, launch);
+  });
+  return error;
+}
+
+Thin chosen(const RoutedExperts& in) {
+  const char* v = std::getenv("FLINT_THIN");
+  if (!thin_fits(in)) return Thin::kNo;
+  if (v == nullptr || *v == 0) return thin_of(in.routing);
+  return v[0] == '1' ? Thin::kSixteen : v[0] == '3' ? Thin::kThirtyTwo : Thin::kNo;
+}
+
 }  // namespace
 
 int64_t routed_experts_many_words(const Routing& routing) {
-  const int tile = is_narrow(routing) ? Narrow::kTokens : Wide::kTokens;
-  return words_of_order(entries_of(routing), routing.experts, tile);
+  return words_of_order(entries_of(routing), routing.experts, 16);
 }
 
 bool routed_experts_many_fits(const RoutedExperts& in) {
@@ -129,6 +156,7 @@ bool routed_experts_many_fits(const RoutedExperts& in) {
 }
 
 cudaError_t routed_experts_many(const RoutedExperts& in, const Launch& launch) {
+  if (const Thin thin = chosen(in); thin != Thin::kNo) return launch_thin_steps(thin, in, launch);
   return is_narrow(in.routing) ? launch_steps<Narrow>(in, launch) : launch_steps<Wide>(in, launch);
 }
 
