@@ -1,7 +1,5 @@
 // The routed experts of many tokens: entries in the order of their experts, then each expert's
 // products with its own.
-#include <cstdlib>
-
 #include "cuda/expert_order.h"
 #include "cuda/experts_thin.h"
 #include "cuda/nvfp4_launch.cuh"
@@ -10,7 +8,7 @@
 namespace flint::cuda {
 namespace {
 
-// For experts of few tokens each, where weights are what takes the time; and of many.
+// For experts of some tokens each, and of many. Those of a few: experts_thin.h.
 using Narrow = ProductPlan<32, 8, 2, 2, 3, true>;
 using Wide = ProductPlan<256, 32, 1, 5, 2>;
 
@@ -83,62 +81,69 @@ cudaError_t launch_down(const RoutedExperts& in, const ExpertOrder& order, const
                               &job, tiles, launch);
 }
 
+// Those of `wanted` steps that are run, one after the other.
+struct Steps {
+  unsigned wanted;
+  Launch launch;
+  cudaError_t error = cudaSuccess;
+
+  template <typename Run>
+  void run(unsigned which, Run&& step) {
+    if ((wanted & which) == 0 || error != cudaSuccess) return;
+    error = step(launch);
+    launch.pdl = true;  // each kernel waits for the one before it, whichever this was
+  }
+};
+
+CombineExperts combine_of(const RoutedExperts& in) {
+  return {in.routing, in.weights, in.rows, in.shared, in.out, in.hidden};
+}
+
 template <typename Plan>
 cudaError_t launch_steps(const RoutedExperts& in, Launch launch) {
   const int64_t entries = entries_of(in.routing);
   const ExpertOrder order = order_in(in.order, entries, in.routing.experts, Plan::kTokens);
-  cudaError_t error = cudaSuccess;
-  const auto step = [&](unsigned which, auto&& run) {
-    if ((in.steps & which) == 0 || error != cudaSuccess) return;
-    error = run();
-    launch.pdl = true;  // each kernel waits for the one before it, whichever this was
-  };
-  step(kOrderEntries, [&] { return order_entries(in.routing, Plan::kTokens, kRowGroup, order, launch); });
-  step(kGatherTokens, [&] {
+  Steps steps{in.steps, launch};
+  steps.run(kOrderEntries, [&](const Launch& here) {
+    return order_entries(in.routing, Plan::kTokens, kRowGroup, order, here);
+  });
+  steps.run(kGatherTokens, [&](const Launch& here) {
     return gather_rows({in.x, in.x_stride, in.rows, in.hidden, in.routing.top_k, Plan::kArranged},
-                       in.routing, order, launch);
+                       in.routing, order, here);
   });
-  step(kGateUp, [&] { return launch_gate_up<Plan>(in, order, launch); });
-  step(kGatherActs, [&] {
+  steps.run(kGateUp, [&](const Launch& here) { return launch_gate_up<Plan>(in, order, here); });
+  steps.run(kGatherActs, [&](const Launch& here) {
     return gather_rows({in.entry_act, in.routed_size, in.act, in.routed_size, 1, Plan::kArranged},
-                       in.routing, order, launch);
+                       in.routing, order, here);
   });
-  step(kDown, [&] { return launch_down<Plan>(in, order, launch); });
-  step(kCombine, [&] {
-    return combine_experts({in.routing, in.weights, in.rows, in.shared, in.out, in.hidden}, launch);
-  });
-  return error;
+  steps.run(kDown, [&](const Launch& here) { return launch_down<Plan>(in, order, here); });
+  steps.run(kCombine, [&](const Launch& here) { return combine_experts(combine_of(in), here); });
+  return steps.error;
 }
 
-cudaError_t launch_thin_steps(Thin thin, const RoutedExperts& in, Launch launch) {
-  const int64_t entries = entries_of(in.routing);
-  const ExpertOrder order = order_in(in.order, entries, in.routing.experts, thin_tile(thin));
-  cudaError_t error = cudaSuccess;
-  const auto step = [&](unsigned which, auto&& run) {
-    if ((in.steps & which) == 0 || error != cudaSuccess) return;
-    error = run();
-    launch.pdl = true;
-  };
-  step(kOrderEntries, [&] { return order_entries(in.routing, thin_tile(thin), 8, order, launch); });
-  step(kGateUp, [&] { return thin_gate_up(thin, in, order, launch); });
-  step(kDown, [&] { return thin_down(thin, in, order, launch); });
-  step(kCombine, [&] {
-    return combine_experts({in.routing, in.weights, in.rows, in.shared, in.out, in.hidden}, launch);
+// Rows of a token are read where they lie, and acts are in the order of entries throughout: nothing
+// is gathered.
+cudaError_t launch_thin_steps(int tile, const RoutedExperts& in, Launch launch) {
+  const ExpertOrder order = order_in(in.order, entries_of(in.routing), in.routing.experts, tile);
+  Steps steps{in.steps, launch};
+  steps.run(kOrderEntries, [&](const Launch& here) {
+    return order_entries(in.routing, tile, kThinStep, order, here);
   });
-  return error;
+  steps.run(kGateUp, [&](const Launch& here) { return thin_gate_up(tile, in, order, here); });
+  steps.run(kDown, [&](const Launch& here) { return thin_down(tile, in, order, here); });
+  steps.run(kCombine, [&](const Launch& here) { return combine_experts(combine_of(in), here); });
+  return steps.error;
 }
 
-Thin chosen(const RoutedExperts& in) {
-  const char* v = std::getenv("FLINT_THIN");
-  if (!thin_fits(in)) return Thin::kNo;
-  if (v == nullptr || *v == 0) return thin_of(in.routing);
-  return v[0] == '1' ? Thin::kSixteen : v[0] == '3' ? Thin::kThirtyTwo : Thin::kNo;
-}
+int thin_tile_of(const RoutedExperts& in) { return thin_fits(in) ? thin_tile(in.routing) : 0; }
 
 }  // namespace
 
 int64_t routed_experts_many_words(const Routing& routing) {
-  return words_of_order(entries_of(routing), routing.experts, 16);
+  // The smaller the tiles, the more there are: enough, whatever the widths decide.
+  const int thin = thin_tile(routing);
+  const int tile = thin > 0 ? thin : is_narrow(routing) ? Narrow::kTokens : Wide::kTokens;
+  return words_of_order(entries_of(routing), routing.experts, tile);
 }
 
 bool routed_experts_many_fits(const RoutedExperts& in) {
@@ -156,7 +161,7 @@ bool routed_experts_many_fits(const RoutedExperts& in) {
 }
 
 cudaError_t routed_experts_many(const RoutedExperts& in, const Launch& launch) {
-  if (const Thin thin = chosen(in); thin != Thin::kNo) return launch_thin_steps(thin, in, launch);
+  if (const int tile = thin_tile_of(in); tile > 0) return launch_thin_steps(tile, in, launch);
   return is_narrow(in.routing) ? launch_steps<Narrow>(in, launch) : launch_steps<Wide>(in, launch);
 }
 

@@ -1,7 +1,6 @@
-#include "cuda/experts_thin.h"
-
 #include <algorithm>
 
+#include "cuda/experts_thin.h"
 #include "cuda/launch.cuh"
 #include "cuda/tensor_map.h"
 #include "cuda/thin_product.cuh"
@@ -9,8 +8,13 @@
 namespace flint::cuda {
 namespace {
 
-using Sixteen = ThinPlan<2, 1, 2, 5>;
-using ThirtyTwo = ThinPlan<4, 2, 1, 4>;
+template <int kChunks>
+using Eight = ThinPlan<kChunks, 1, 2, 2, 2>;
+template <int kChunks>
+using Sixteen = ThinPlan<kChunks, 2, 2, 2, 2>;
+
+// Entries of an expert, on average, up to which each is the fastest, as measured on an H200.
+constexpr int kEightEntries = 4, kSixteenEntries = 10;
 
 template <typename Plan, bool kGated>
 __global__ void __launch_bounds__(kThinThreads, Plan::kCtas)
@@ -18,32 +22,56 @@ __global__ void __launch_bounds__(kThinThreads, Plan::kCtas)
   run_thin_product<Plan, kGated>(job);
 }
 
-int unit_rows(int row_tiles, int width) {
-  return kThinWarps * row_tiles * 2 * kHalf / (width / kThinChunk);
-}
-
-bool width_fits(int64_t width) {
-  return width == 256 || width == 512 || width == 1024 || width == 2048;
-}
-
 template <typename Plan, bool kGated>
-cudaError_t launch_thin(ThinJob job, const WeightMatrix& weight, const Routing& routing, int width,
+cudaError_t launch_plan(ThinJob job, const WeightMatrix& weight, const Routing& routing,
                         const Launch& launch) {
-  const int rows = unit_rows(Plan::kRowTiles, width);
-  const int64_t all_rows = int64_t{routing.experts} * job.weight_rows;
-  const RowsInMemory codes{weight.elements, all_rows, width / 2, rows / 2};
+  constexpr int kWidth = Plan::kChunks * kThinChunk;
+  const int64_t rows = int64_t{routing.experts} * job.weight_rows;
+  const RowsInMemory codes{weight.elements, rows, kWidth / 2, Plan::kHalfRows};
   if (const auto error = describe(codes, &job.codes); error != cudaSuccess) return error;
   job.scales = static_cast<const uint8_t*>(weight.scales);
-  while (kThinChunk << job.chunk_bits < width) ++job.chunk_bits;
-  job.units = job.weight_rows / rows;
+  job.units = job.weight_rows / (2 * Plan::kHalfRows);
   const int64_t entries = int64_t{routing.tokens} * routing.top_k;
   const int64_t units = most_tiles(entries, routing.experts, Plan::kTokens) * job.units;
-  const int64_t room = int64_t{multiprocessors()} * Plan::kCtas;
   Shape shape;
-  shape.grid = static_cast<unsigned>(std::min(units, room));
+  shape.grid = static_cast<unsigned>(std::min(units, int64_t{multiprocessors()} * Plan::kCtas));
   shape.block = kThinThreads;
   shape.shared_bytes = Plan::kSharedBytes;
   return launch_kernel(launch, shape, experts_thin_rows<Plan, kGated>, job);
+}
+
+template <template <int> typename Plan, bool kGated>
+cudaError_t launch_width(int width, const ThinJob& job, const WeightMatrix& weight,
+                         const Routing& routing, const Launch& launch) {
+  switch (width / kThinChunk) {
+    case 1:
+      return launch_plan<Plan<1>, kGated>(job, weight, routing, launch);
+    case 2:
+      return launch_plan<Plan<2>, kGated>(job, weight, routing, launch);
+    case 4:
+      return launch_plan<Plan<4>, kGated>(job, weight, routing, launch);
+    default:
+      return launch_plan<Plan<8>, kGated>(job, weight, routing, launch);
+  }
+}
+
+template <bool kGated>
+cudaError_t launch_tile(int tile, int width, const ThinJob& job, const WeightMatrix& weight,
+                        const Routing& routing, const Launch& launch) {
+  return tile == Eight<1>::kTokens
+             ? launch_width<Eight, kGated>(width, job, weight, routing, launch)
+             : launch_width<Sixteen, kGated>(width, job, weight, routing, launch);
+}
+
+bool width_fits(int width) {
+  return width == kThinChunk || width == 2 * kThinChunk || width == 4 * kThinChunk ||
+         width == 8 * kThinChunk;
+}
+
+// Of both plans.
+int unit_rows(int width) {
+  static_assert(Eight<1>::kHalfRows == Sixteen<1>::kHalfRows);
+  return 2 * Eight<1>::kHalfRows / (width / kThinChunk);
 }
 
 ThinJob job_of(const ExpertOrder& order) {
@@ -56,25 +84,20 @@ ThinJob job_of(const ExpertOrder& order) {
 
 }  // namespace
 
-Thin thin_of(const Routing& routing) {
+int thin_tile(const Routing& routing) {
   const int64_t entries = int64_t{routing.tokens} * routing.top_k;
-  if (entries <= int64_t{10} * routing.experts) return Thin::kSixteen;
-  if (entries <= int64_t{28} * routing.experts) return Thin::kThirtyTwo;
-  return Thin::kNo;
-}
-
-int thin_tile(Thin thin) {
-  return thin == Thin::kSixteen ? Sixteen::kTokens : ThirtyTwo::kTokens;
+  if (entries <= int64_t{kEightEntries} * routing.experts) return Eight<1>::kTokens;
+  if (entries <= int64_t{kSixteenEntries} * routing.experts) return Sixteen<1>::kTokens;
+  return 0;
 }
 
 bool thin_fits(const RoutedExperts& in) {
-  // Of the plan whose units are larger.
-  const auto rows = [](int width) { return unit_rows(ThirtyTwo::kRowTiles, width); };
   return width_fits(in.hidden) && width_fits(in.routed_size) &&
-         2 * in.routed_size % rows(in.hidden) == 0 && in.hidden % rows(in.routed_size) == 0;
+         2 * in.routed_size % unit_rows(in.hidden) == 0 &&
+         in.hidden % unit_rows(in.routed_size) == 0;
 }
 
-cudaError_t thin_gate_up(Thin thin, const RoutedExperts& in, const ExpertOrder& order,
+cudaError_t thin_gate_up(int tile, const RoutedExperts& in, const ExpertOrder& order,
                          const Launch& launch) {
   ThinJob job = job_of(order);
   job.scale_2 = in.gate_up_scale_2;
@@ -84,12 +107,10 @@ cudaError_t thin_gate_up(Thin thin, const RoutedExperts& in, const ExpertOrder& 
   job.out = static_cast<uint16_t*>(in.act);
   job.features = in.routed_size;
   job.weight_rows = 2 * in.routed_size;
-  const auto launch_plan =
-      thin == Thin::kSixteen ? launch_thin<Sixteen, true> : launch_thin<ThirtyTwo, true>;
-  return launch_plan(job, in.gate_up, in.routing, in.hidden, launch);
+  return launch_tile<true>(tile, in.hidden, job, in.gate_up, in.routing, launch);
 }
 
-cudaError_t thin_down(Thin thin, const RoutedExperts& in, const ExpertOrder& order,
+cudaError_t thin_down(int tile, const RoutedExperts& in, const ExpertOrder& order,
                       const Launch& launch) {
   ThinJob job = job_of(order);
   job.scale_2 = in.down_scale_2;
@@ -99,9 +120,7 @@ cudaError_t thin_down(Thin thin, const RoutedExperts& in, const ExpertOrder& ord
   job.out = static_cast<uint16_t*>(in.rows);
   job.features = in.hidden;
   job.weight_rows = in.hidden;
-  const auto launch_plan =
-      thin == Thin::kSixteen ? launch_thin<Sixteen, false> : launch_thin<ThirtyTwo, false>;
-  return launch_plan(job, in.down, in.routing, in.routed_size, launch);
+  return launch_tile<false>(tile, in.routed_size, job, in.down, in.routing, launch);
 }
 
 }  // namespace flint::cuda

@@ -1,27 +1,24 @@
-// The products of experts that have a few tokens each. No torch here.
+// The products of experts that have a few tokens each, with NVFP4 weights. No torch here.
 #pragma once
-
-#include <cstdint>
 
 #include "cuda/expert_order.h"
 #include "cuda/experts.h"
 
 namespace flint::cuda {
 
-// Which plan: by how many tokens an expert has on average; its tiles are of so many at most.
-enum class Thin : int { kNo, kSixteen, kThirtyTwo };
+// How many tokens a tile has at most, which is how wide the product is. What is best follows from
+// how many entries an expert has on average.
+inline constexpr int kThinStep = 8;
+int thin_tile(const Routing& routing);  // 0: these kernels are not the best
 
-Thin thin_of(const Routing& routing);
-int thin_tile(Thin thin);
-
-// Whether the kernels take these sizes.
+// Whether they take these widths.
 bool thin_fits(const RoutedExperts& in);
 
-// x, in the order of tokens, into in.act; and in.entry_act, or in.act where there is none, into
-// in.rows: both in the order of entries.
-cudaError_t thin_gate_up(Thin thin, const RoutedExperts& in, const ExpertOrder& order,
+// `tile` is that of `order`. x, in the order of tokens, into in.act; and in.entry_act, or in.act
+// where there is none, into in.rows: both in the order of entries.
+cudaError_t thin_gate_up(int tile, const RoutedExperts& in, const ExpertOrder& order,
                          const Launch& launch);
-cudaError_t thin_down(Thin thin, const RoutedExperts& in, const ExpertOrder& order,
+cudaError_t thin_down(int tile, const RoutedExperts& in, const ExpertOrder& order,
                       const Launch& launch);
 
 }  // namespace flint::cuda

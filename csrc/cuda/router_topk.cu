@@ -29,15 +29,14 @@ __global__ void __launch_bounds__(kThreads)
     keys[i] = is_one ? topk_key_bf16(logits[expert], static_cast<uint16_t>(expert)) : 0;
   }
   uint32_t chosen = 0;  // lane r keeps the r-th
-  uint32_t most = 0xffffffffu;
+  uint32_t last = 0xffffffffu;
   for (int round = 0; round < in.top_k; ++round) {
-    // Keys are distinct: the next one is the largest below the one before it.
+    // Keys are distinct: the next one is the largest that is smaller.
     uint32_t best = 0;
 #pragma unroll
-    for (int i = 0; i < kLaneExperts; ++i) best = keys[i] <= most ? max(best, keys[i]) : best;
-    best = __reduce_max_sync(0xffffffffu, best);
-    most = best - 1;
-    if (round == lane) chosen = best;
+    for (int i = 0; i < kLaneExperts; ++i) best = keys[i] < last ? max(best, keys[i]) : best;
+    last = __reduce_max_sync(0xffffffffu, best);
+    if (round == lane) chosen = last;
   }
   float score = 1.0f / (1.0f + expf(-topk_logit_bf16(chosen)));
   if (in.renormalize) {

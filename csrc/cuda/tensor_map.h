@@ -52,9 +52,9 @@ inline cudaError_t describe(const MatrixInMemory& matrix, CUtensorMap* map) {
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// A row-major matrix of bytes with rows of `columns`, a multiple of 128, read in boxes of `box_rows`
-// whole rows: of which the first 128 columns come first, row behind row and with chunks exchanged as
-// above, then the next 128.
+// A row-major matrix of bytes with rows of `columns`, a multiple of 128, read in boxes of
+// `box_rows` whole rows: of which the first 128 columns come first, row behind row and with chunks
+// exchanged as above, then the next 128.
 struct RowsInMemory {
   const void* bytes;
   int64_t rows, columns;
