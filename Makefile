@@ -115,10 +115,10 @@ vllm-test: $(STAMPS)/vllm
 	$(ONE_THREAD) $(PY) -m pytest -m vllm python_tests/test_vllm.py $(PYTEST_ARGS)
 
 gpu-test: compiler $(STAMPS)/test
-	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
 
 gpu-test-two: compiler $(STAMPS)/test
-	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) -m pytest -m two_gpus python_tests/gpu $(PYTEST_ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -m two_gpus python_tests/gpu $(PYTEST_ARGS)
 
 # The Python targets need atheris (Linux), that of C++ a clang++ with libFuzzer.
 fuzz: $(STAMPS)/fuzz
@@ -141,14 +141,14 @@ planted: compiler $(STAMPS)/test
 	$(PY) docs/generate_faults.py
 
 gpu-planted: compiler $(STAMPS)/test
-	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) python_tests/planted_faults.py --device cuda \
+	$(ONE_THREAD) $(PY) python_tests/planted_faults.py --device cuda \
 	  --output build/results/$(GPU)/planted_faults.json
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/planted_faults.json docs/results/$(GPU)/
 	$(PY) docs/generate_faults.py
 
 gpu-sanitize: compiler $(STAMPS)/test
-	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) python_tests/gpu/run_compute_sanitizer.py \
+	$(ONE_THREAD) $(PY) python_tests/gpu/run_compute_sanitizer.py \
 	  --output build/results/$(GPU)/sanitizers.json
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/sanitizers.json docs/results/$(GPU)/
@@ -162,7 +162,7 @@ properties: compiler $(STAMPS)/test
 	$(PY) docs/generate_faults.py
 
 gpu-properties: compiler $(STAMPS)/test
-	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) python_tests/run_properties.py --device cuda --examples $(EXAMPLES) \
+	$(ONE_THREAD) $(PY) python_tests/run_properties.py --device cuda --examples $(EXAMPLES) \
 	  --output build/results/$(GPU)/properties.json -- -m gpu
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/properties.json docs/results/$(GPU)/

@@ -337,22 +337,16 @@ def test_the_layers_depend_on_each_other(
     assert not torch.equal(subject.call(chain)[1], want[1])
 
 
-def test_a_stand_in_for_attention_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attends", [True, False])
+def test_what_o_takes_in_a_chain(attends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "MODEL", decode.TINY)
-    calls: list[bool] = []
-
-    def stand_in(arguments: dict[str, Any], out: torch.Tensor, *, enable_pdl: bool) -> None:
-        calls.append(enable_pdl)
-        out.copy_(arguments["q"])
-
     layers = moe_layer_chain.Layers("bf16", CPU)
-    chain = moe_layer_chain.Chain(layers, 1, stand_in)
-    got = [output.clone() for output in chain.launch(enable_pdl=True)]
-    assert calls == [True] * decode.TINY.layers
-    without = moe_layer_chain.Chain(layers, 1, None)
-    assert len(without.plan) == 6 * decode.TINY.layers
-    for one, two in zip(got, without.launch(enable_pdl=True), strict=True):
-        assert torch.equal(one, two)
+    plan = moe_layer_chain.Chain(layers, 1, attends=attends).plan
+    assert len(plan) == (6 + attends) * decode.TINY.layers
+    before = next(index for index, step in enumerate(plan) if step[0] == "bf16_linear") - 1
+    assert (plan[before][0] == "attention_decode") == attends
+    taken = plan[before + 1][1]["x"]
+    assert taken.data_ptr() == plan[before][2]["out" if attends else "q_out"].data_ptr()
 
 
 @pytest.fixture
