@@ -107,6 +107,43 @@ def test_repack_aligned_and_not() -> None:
         assert torch.equal(ops.modelopt_to_gguf(weight, scale), blocks)
 
 
+# Rows and experts for each of the plans by which experts are multiplied, by entries an expert: 1,
+# 9, 18 and 60; and widths for each form of those for a few.
+EXPERTS = ((9, 16), (9, 2), (9, 1), (30, 1))
+EXPERT_WIDTHS = (256, 512, 1024, 2048)
+# Rows for each of the plans of projections with so many features.
+LINEAR_ROWS, FEATURES = (9, 128, 256), 132 * 128
+
+
+def nvfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    *lead, columns = shape
+    codes = torch.full((*lead, columns // 2), 0x2A, dtype=torch.uint8, device=DEVICE)
+    return codes, torch.ones(*lead, columns // 16, device=DEVICE).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("rows", LINEAR_ROWS)
+def test_projections_of_many_tokens(rows: int) -> None:
+    x, matrix = randn(rows, 256), nvfp4(FEATURES, 256)
+    ops.nvfp4_linear(x, *matrix, torch.ones(1, device=DEVICE))
+    ops.nvfp4_linear_silu_and_mul(x, *matrix, torch.ones(1, device=DEVICE))
+
+
+@pytest.mark.parametrize("width", EXPERT_WIDTHS)
+@pytest.mark.parametrize(("rows", "experts"), EXPERTS)
+def test_experts_of_many_tokens(rows: int, experts: int, width: int) -> None:
+    w13, w2 = nvfp4(experts, 2 * width, width), nvfp4(experts, width, width)
+    logits = randn(rows, max(experts, 2))
+    weights, ids = ops.router_topk(logits, 2)
+    x, scales = randn(rows, width), torch.ones(experts, 2, device=DEVICE)
+    ids.remainder_(experts)
+    matrices = *w13, scales, *w2, scales[:, 0].contiguous()
+    ops.nvfp4_routed_experts(x, weights, ids, *matrices, x, enable_pdl=True)
+
+
+def test_a_choice_of_many_experts() -> None:
+    ops.router_topk(randn(5, 700), 6)
+
+
 def test_unsanitized_the_calls_here_launch_every_kernel() -> None:
     """By torch's profiler, which a sanitizer does not run beside: left out there, by its name."""
     if not ON_GPU:
@@ -129,6 +166,11 @@ def test_unsanitized_the_calls_here_launch_every_kernel() -> None:
         for rows, (dim, dtype) in itertools.product(CACHED_ROWS, HEADS):
             test_cache_writes(rows, dim, dtype)
         test_repack_aligned_and_not()
+        for rows in LINEAR_ROWS:
+            test_projections_of_many_tokens(rows)
+        for (rows, experts), width in itertools.product(EXPERTS, EXPERT_WIDTHS):
+            test_experts_of_many_tokens(rows, experts, width)
+        test_a_choice_of_many_experts()
         torch.cuda.synchronize()
     launched = {plain_name(event.key) for event in profile.key_averages()}
     missing = {name for name in built if plain_name(name) not in launched}
