@@ -29,9 +29,9 @@ namespace flint::cuda {
 
 inline constexpr int kThinWarps = 8;
 inline constexpr int kThinThreads = kThinWarps * kWarp;
-inline constexpr int kThinCopies =
-    kThinThreads - kWarp;               // the thread that does; the first ones write
-inline constexpr int kThinChunk = 256;  // columns of a warp
+// The thread that starts copies: of the last warp, since the first ones write.
+inline constexpr int kThinCopies = kThinThreads - kWarp;
+inline constexpr int kThinChunk = 256;                  // columns of a warp
 inline constexpr int kThinChunkBytes = kThinChunk / 2;  // of a row's codes
 inline constexpr int kThinLaneColumns = kThinChunk / 4;
 inline constexpr int kLaneWords = kThinLaneColumns / 8;  // of codes, in a row
