@@ -113,6 +113,33 @@ def cpu() -> str:
     return markdown(head, lines) + conditions(meta)
 
 
+def generate(machine: str) -> str:
+    """Greedy decoding of one request: Transformers' generate() beside the library's own loop."""
+    meta, rows = read(machine, "generate")
+    lines = []
+    for row in rows:
+        if row["metric"] != "tok/s" or not row["peer"]:
+            continue
+        same = (row["case"], row["checkpoint"], "first_token_s")
+        [first] = [r for r in rows if (r["case"], r["checkpoint"], r["metric"]) == same]
+        lines.append(
+            [
+                row["case"].split()[0],
+                CHECKPOINTS[row["checkpoint"]],
+                number(1000 * first["median"]),
+                number(1000 * first["peer_median"]),
+                figure(row),
+                number(row["peer_median"]),
+                f"{row['median'] / row['peer_median']:.2f}",
+            ]
+        )
+    head = [
+        "model", "checkpoint", "first token, ms", "the library's",
+        "tokens/s (20th to 80th percentile)", "the library's", "times as fast",
+    ]  # fmt: skip
+    return markdown(head, lines) + conditions(meta) if lines else NOT_MEASURED
+
+
 def validate(machine: str) -> str:
     """Perplexity and distance from the FP32 forward, a line for each path and checkpoint."""
     meta: dict[str, Any] = {}
@@ -337,6 +364,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention,
     "cpu": cpu,
     **{f"decode-kernels-{name}": partial(decode_kernels, name) for name in CHECKPOINTS},
+    "generate-gpu": partial(generate, GPU),
     "kernel-headlines": kernel_headlines,
     "kernels": kernels,
     "layer-chain": layer_chain,
