@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from microbench import plots
+from microbench import plots, roofline
 from microbench.plots import number
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +30,7 @@ Row = dict[str, Any]
 
 GPU = "h200"
 KERNELS_PLOT = ROOT / "docs" / "images" / f"kernels_{GPU}.svg"
+ROOFLINE_PLOT = ROOT / "docs" / "images" / f"roofline_{GPU}.svg"
 ROOF = "roof"  # the bench of the measured ceilings
 LAYERS = "moe_layer_chain"  # the bench of all layers behind each other
 # What the plot and the README show of the kernels; the table has all.
@@ -237,7 +238,30 @@ def prefill_kernels() -> str:
         for row in rows
     ]
     head = ["op", "case", "µs (20th to 80th percentile)", "TFLOP/s", "of the roof", "best peer, µs"]
-    return markdown([*head, "times as fast"], lines) + conditions(meta) if lines else NOT_MEASURED
+    if not lines:
+        return NOT_MEASURED
+    picture = (
+        "" if prefill_roofline() is None else f"![{ROOFLINE}](images/{ROOFLINE_PLOT.name})\n\n"
+    )
+    return picture + markdown([*head, "times as fast"], lines) + conditions(meta)
+
+
+ROOFLINE = "Kernels of many tokens under the roof of the machine"
+
+
+def prefill_roofline() -> str | None:
+    """Where the kernels of many tokens stand under the ceilings of the same run; None without."""
+    meta, all_rows = read(GPU, "prefill_kernels")
+    ceilings = {
+        metric: max((r["median"] for r in all_rows if r["bench"] == ROOF and r["metric"] == metric),
+                    default=0.0)
+        for metric in ("GB/s", "TFLOP/s")
+    }  # fmt: skip
+    rows = roofline.drawable([row for row in all_rows if row["bench"] != ROOF])
+    if not rows or not all(ceilings.values()):
+        return None
+    title = f"Kernels of many tokens on one {meta['gpu']}, under its roof"
+    return roofline.chart(title, rows, ceilings["GB/s"] * 1e3, ceilings["TFLOP/s"] * 1e6)
 
 
 def attention() -> str:
@@ -298,7 +322,9 @@ def drawings() -> dict[Path, str | None]:
     """What each plot's file has to hold; None where there are no rows, and no file is to be."""
     meta, rows = kernel_rows()
     shown = plotted(rows)
-    return {KERNELS_PLOT: plots.chart(kernels_title(meta), shown) if shown else None}
+    found = {KERNELS_PLOT: plots.chart(kernels_title(meta), shown) if shown else None}
+    found[ROOFLINE_PLOT] = prefill_roofline()
+    return found
 
 
 def significant(row: Row | None) -> str:
