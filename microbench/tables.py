@@ -232,8 +232,8 @@ def prefill_kernels() -> str:
             figure(row),
             f"{row['flop'] / row['median'] / 1e6:.0f}" if row["flop"] else "",
             f"{100 * row['floor'] / row['median']:.0f}%",
-            f"{row['peer']}: {number(row['peer_median'])}",
-            f"{row['peer_median'] / row['median']:.2f}",
+            f"{row['peer']}: {number(row['peer_median'])}" if row["peer"] else "",
+            f"{row['peer_median'] / row['median']:.2f}" if row["peer"] else "",
         ]
         for row in rows
     ]

@@ -29,6 +29,7 @@ from microbench.cases import (
     attention,
     decode,
     kv_write,
+    moe_layer,
     moe_layer_chain,
     norm,
     prefill,
@@ -158,6 +159,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Group]]:
     monkeypatch.setattr(kv_write, "POSITIONS", 1024)
     monkeypatch.setattr(decode, "MODEL", decode.TINY)
     monkeypatch.setattr(prefill, "ROWS", (5, 8))
+    monkeypatch.setattr(moe_layer, "ROWS", (5,))
     monkeypatch.setattr(attention, "CASES", ((1, 90, 0), (3, 200, 33)))
     registry = cases.load()
 
@@ -174,7 +176,7 @@ DECODE_KERNELS = [
     "ll_dense_down", "ll_dense_gate_up", "ll_down", "ll_gate_up", "ll_norm", "ll_o", "ll_qkv",
     "ll_router", "lm_head",
 ]  # fmt: skip
-PREFILL_KERNELS = ["experts_around", "experts_down", "experts_gate_up", "linear"]
+PREFILL_KERNELS = ["experts_around", "experts_down", "experts_gate_up", "linear", "moe_layer"]
 ATTENTION = ["attention_decode"]
 LAYERS = "moe_layer_chain"  # a chain that is one launch: nothing of it is linked to another
 KERNELS = sorted(ROW_KERNELS + DECODE_KERNELS + ATTENTION)
@@ -514,7 +516,7 @@ def test_every_group_is_measured_from_buffers_to_rows(
             if name in ROW_KERNELS:
                 assert set(row["peers"]) == {"torch", "torch.compile"}
             else:
-                assert (row["peer"] == "") == (name == LAYERS)
+                assert (row["peer"] == "") == (name in (LAYERS, "moe_layer"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")

@@ -45,8 +45,10 @@ WIDTHS = (33, 128, 512, 2048, 4096, 8192)
 CACHED_ROWS = (1, 5, 300)
 # Tokens at which each of the three tiles of the product is the quickest, on an H200.
 PRODUCT_TOKENS = (100, 1000, 2048)
-# Entries of an expert that are few and many.
-EXPERT_TOKENS = (12, 60)
+# By entries an expert, of each way to multiply experts: 4, 9, 23 and 45. The first two have a form
+# for each width.
+EXPERT_TOKENS = (5, 12, 30, 60)
+EXPERT_SIZES = ((512, 256), (2048, 1024), (256, 512), (1024, 2048))
 # One request in few splits, eight in more than there are multiprocessors; a cluster's windows.
 LENGTHS = ([300], [2100] * 8, [0, 1, 130])
 WINDOWS = (0, 16, 513, 2000)
@@ -128,9 +130,10 @@ def test_projections_of_many_tokens(tokens: int) -> None:
     ops.nvfp4_linear_silu_and_mul(x, *nvfp4(rows, columns, scales=(2,)).values())
 
 
+@pytest.mark.parametrize(("hidden", "width"), EXPERT_SIZES)
 @pytest.mark.parametrize("tokens", EXPERT_TOKENS)
-def test_experts_of_many_tokens(tokens: int) -> None:
-    hidden, width, experts, top_k = 512, 256, 8, 6
+def test_experts_of_many_tokens(tokens: int, hidden: int, width: int) -> None:
+    experts, top_k = 8, 6
     ids = torch.argsort(randn(tokens, experts).float(), dim=1)[:, :top_k].to(torch.int32)
     ids[1, :2] = -1
     weights = torch.full((tokens, top_k), 1 / top_k, device=DEVICE)
@@ -203,7 +206,10 @@ def parts() -> Iterator[Callable[[], object]]:
     for rows in CACHED_ROWS:
         yield lambda rows=rows: [test_cache_writes(rows, dim, dtype) for dim, dtype in HEADS]
     yield lambda: [test_projections_of_many_tokens(tokens) for tokens in PRODUCT_TOKENS]
-    yield lambda: [test_experts_of_many_tokens(tokens) for tokens in EXPERT_TOKENS]
+    for hidden, width in EXPERT_SIZES:
+        yield lambda hidden=hidden, width=width: [
+            test_experts_of_many_tokens(tokens, hidden, width) for tokens in EXPERT_TOKENS
+        ]
     yield lambda: [test_choice_of_experts(experts) for experts in (7, 1000)]
     for window in WINDOWS:
         yield lambda window=window: test_decode_attention(window)
