@@ -26,41 +26,41 @@ ROWS = (1, 8)
 Arguments = dict[str, Any]
 
 
+def layer_weights(checkpoint: str, device: torch.device, seed: int) -> dict[str, dict[str, Tensor]]:
+    """Those of a layer, as its ops take them."""
+    m = decode.MODEL
+
+    def made(index: int, name: str, *shape: int, scales: tuple[int, ...] = ()) -> dict[str, Tensor]:
+        return decode.weights(name, checkpoint, device, seed + index, *shape, scales=scales)
+
+    router = decode.weights("router_weight", "bf16", device, seed, m.experts, m.hidden)
+    return {
+        "input_norm": {"weight": near_one(device, seed + 1, m.hidden)},
+        "qkv": {
+            **made(2, "weight", m.qkv_rows, m.hidden, scales=(3,)),
+            "q_weight": near_one(device, seed + 3, m.dim),
+            "k_weight": near_one(device, seed + 4, m.dim),
+        },
+        "o": made(5, "weight", m.hidden, m.heads * m.dim),
+        "router": {"weight": near_one(device, seed + 6, m.hidden), **router},
+        "gate_up": {
+            **made(7, "w13", m.experts, 2 * m.width, m.hidden, scales=(m.experts, 2)),
+            **made(8, "shared_w13", 2 * m.shared, m.hidden, scales=(2,)),
+        },
+        "down": {
+            **made(9, "w2", m.experts, m.hidden, m.width, scales=(m.experts,)),
+            **made(10, "shared_w2", m.hidden, m.shared),
+        },
+    }
+
+
 class Layers:
     """The weights of all layers, for any number of rows."""
 
     def __init__(self, checkpoint: str, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
-        self.layers = [self._layer(100 * index) for index in range(decode.MODEL.layers)]
-
-    def _layer(self, seed: int) -> dict[str, dict[str, Tensor]]:
-        m, device = decode.MODEL, self.device
-
-        def made(
-            index: int, name: str, *shape: int, scales: tuple[int, ...] = ()
-        ) -> dict[str, Tensor]:
-            form = name, self.checkpoint, device, seed + index
-            return decode.weights(*form, *shape, scales=scales)
-
-        router = decode.weights("router_weight", "bf16", device, seed, m.experts, m.hidden)
-        return {
-            "input_norm": {"weight": near_one(device, seed + 1, m.hidden)},
-            "qkv": {
-                **made(2, "weight", m.qkv_rows, m.hidden, scales=(3,)),
-                "q_weight": near_one(device, seed + 3, m.dim),
-                "k_weight": near_one(device, seed + 4, m.dim),
-            },
-            "o": made(5, "weight", m.hidden, m.heads * m.dim),
-            "router": {"weight": near_one(device, seed + 6, m.hidden), **router},
-            "gate_up": {
-                **made(7, "w13", m.experts, 2 * m.width, m.hidden, scales=(m.experts, 2)),
-                **made(8, "shared_w13", 2 * m.shared, m.hidden, scales=(2,)),
-            },
-            "down": {
-                **made(9, "w2", m.experts, m.hidden, m.width, scales=(m.experts,)),
-                **made(10, "shared_w2", m.hidden, m.shared),
-            },
-        }
+        count = decode.MODEL.layers
+        self.layers = [layer_weights(checkpoint, device, 100 * index) for index in range(count)]
 
 
 class Chain:

@@ -74,7 +74,7 @@ def ablations(model: Flint, options: Options) -> Rows:
 def long_run(model: Flint, options: Options) -> Rows:
     if model.weight_format == "nvfp4":
         rows = token.endurance(model, cases.parse("decode=1@90000"), options.long)
-        yield from (("endurance", row) for row in rows)
+        yield from (("long_run", row) for row in rows)
 
 
 def validation(model: Flint, options: Options) -> Rows:
@@ -164,7 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failures += run(model, parts, options, files, start)
             del model
             free()
-    rows = [row for name, found in files.rows.items() if "_" not in name for row in found]
+    tabled = ("forward", "token", "ablation", "long_run")
+    rows = [row for name in tabled for row in files.rows.get(name, [])]
     print(aligned([HEAD, *map(line, rows)]))
     print(validate.table(files.rows.get("validate_full", [])))
     for failure in failures:

@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             del model
             free()
     if options.output:
-        name = "endurance" if options.endurance else "token"
+        name = "long_run" if options.endurance else "token"
         results.write(
             options.output / f"{name}.json", rows, results.describe("cuda", options.commit)
         )
