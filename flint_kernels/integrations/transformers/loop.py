@@ -60,7 +60,7 @@ class _Answers:
         if ended is not None:
             slot.ended.copy_(ended, non_blocking=True)
         if slot.event is not None and (slot.streamed or slot.stops):
-            slot.event.record()
+            slot.event.record(torch.cuda.current_stream(tokens.device))  # maybe not the current GPU
         return slot
 
     def read(self, slot: _Slot) -> bool:
@@ -78,7 +78,7 @@ class _Slot:
     def __init__(self, rows: int, on_gpu: bool) -> None:
         self.tokens = torch.empty(rows, dtype=torch.int64, pin_memory=on_gpu)
         self.ended = torch.zeros((), dtype=torch.bool, pin_memory=on_gpu)
-        self.event = torch.cuda.Event() if on_gpu else None
+        self.event = torch.cuda.Event() if on_gpu else None  # made where it is recorded first
         self.streamed = self.stops = False
 
 
