@@ -72,7 +72,7 @@ DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
 .PHONY: demo test slow-test vllm-test wheel lint format docs bench fuzz sanitize planted properties \
   gpu-test gpu-test-two gpu-planted gpu-sanitize gpu-properties gpu-endurance gpu-generate \
-  gpu-test-wheel gpu-bench clean distclean compiler FORCE
+  gpu-test-wheel gpu-bench gpu-forward clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
@@ -192,6 +192,13 @@ gpu-properties: compiler $(STAMPS)/test
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/properties.json docs/results/$(GPU)/
 	$(PY) docs/generate_faults.py
+
+gpu-forward: $(STAMPS)/package
+	$(PY) -m microbench.forward.suite --output build/results/$(GPU)
+	$(PY) -m microbench.load build/full-size --output build/results/$(GPU)
+	mkdir -p docs/results/$(GPU)
+	cp build/results/$(GPU)/*.json docs/results/$(GPU)/
+	$(PY) -m microbench.tables
 
 gpu-bench: $(STAMPS)/package
 	$(PY) -m microbench.kernels --output build/results/$(GPU)

@@ -162,7 +162,7 @@ class Lane:
         found = []
         steps = self.decoder._steps
         spaces = {"cache": self.cache.workspace}
-        spaces |= {f"graph of {rows}": step._launch.workspace for rows, step in steps.items()}
+        spaces |= {f"graph of {rows}": step.launch.workspace for rows, step in steps.items()}
         for name, space in spaces.items():
             if space.any():
                 found.append(f"{name}: a counter of its workspace is not zero")

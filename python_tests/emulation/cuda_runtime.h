@@ -55,6 +55,13 @@ inline int __any_sync(unsigned, bool value) {
   const auto all = simt::gather(value);
   return std::any_of(all.begin(), all.end(), [](bool each) { return each; });
 }
+inline unsigned __ballot_sync(unsigned, bool value) {
+  const auto all = simt::gather(value);
+  unsigned set = 0;
+  for (size_t i = 0; i < all.size(); ++i) set |= all[i] ? 1u << i : 0u;
+  return set;
+}
+inline int __popc(unsigned bits) { return std::popcount(bits); }
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
   return simt::gather(value)[static_cast<size_t>(lane)];
