@@ -23,6 +23,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& matrix,
       : "memory");
 }
 
+// The box at `at`, the innermost dimension first, of a described tensor of four dimensions.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& tensor,
+                                         const int (&at)[4], uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(&tensor), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(barrier)
+      : "memory");
+}
+
 // The same to every CTA of `ranks` (a bit for each), at the same place of its shared memory; each
 // CTA's own barrier counts its bytes.
 __device__ __forceinline__ void copy_box_to(uint16_t ranks, uint32_t to, const CUtensorMap& matrix,

@@ -1,0 +1,602 @@
+// Prefill attention on Hopper: tiles of 16 queries with the eight heads that share a KV head, 128
+// rows of one product, over tiles of keys.
+//
+// A CTA is three warpgroups. One copies: q of a tile, then its keys and values, which go round a
+// ring (from the chunk's tensors in boxes of a whole tile, from the cache's pages in groups of 16
+// rows). The other two multiply, 64 rows each: while a warpgroup's softmax of one tile of keys goes
+// on, its product of the weights before with their values does, and the other warpgroup's products;
+// the two take turns in handing in theirs. CTAs are persistent: the copies of a tile of queries
+// begin while the one before it is still computed.
+//
+// A row sees its keys in tiles that begin at the same positions whatever else is in the batch.
+#include <algorithm>
+#include <initializer_list>
+
+#include "attention_tiles.h"
+#include "cuda/attention_prefill.h"
+#include "cuda/attention_rows.cuh"
+#include "cuda/bulk_copy.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/matrices.cuh"
+#include "cuda/pipeline.cuh"
+#include "cuda/tensor_map.h"
+#include "cuda/tiles.h"
+#include "cuda/warpgroup.cuh"
+
+namespace flint::cuda {
+namespace {
+
+constexpr int kMultiplying = 2;  // warpgroups
+constexpr int kThreads = (kMultiplying + 1) * kWarpgroup;
+constexpr int kRows = kTileQueries * kPrefillGroup;
+constexpr int kHalf = 64;  // elements of a row that stand together in shared memory
+constexpr uint32_t kHalfRowBytes = kHalf * 2;
+constexpr uint32_t kQueryHalf = kRows * kHalfRowBytes;  // bytes
+static_assert(kRows == kMultiplying * 64 && kPrefillHeadDim == 2 * kHalf);
+
+// Registers of a thread.
+constexpr int kToMultiply = 232, kToCopy = 40;
+
+// A CTA's shared memory: tiles of kKeys_ keys, kStages_ of them on one side (K or V) each.
+template <int kKeys_, int kStages_>
+struct PrefillPlan {
+  static constexpr int kKeys = kKeys_, kStages = kStages_;
+  static constexpr uint32_t kSideHalf = kKeys * kHalfRowBytes;
+  static constexpr uint32_t kSideBytes = 2 * kSideHalf;
+  static constexpr uint32_t kQuery = 0;
+  static constexpr uint32_t kRing = kQuery + 2 * kQueryHalf;
+  static constexpr uint32_t kBarriers = kRing + kStages * kSideBytes;
+  static constexpr uint32_t kEnds = kBarriers + 8 * (2 + 2 * kStages);
+  static constexpr uint32_t kEnd = kEnds + 4 * (kMostPrefillRequests + 1);
+  static constexpr uint32_t kSharedBytes = kEnd + 1024;  // the start is moved to 1024 bytes
+  static_assert(kSideHalf % 1024 == 0 && kKeys % kPageGroup == 0);
+  static_assert(kKeys / kPageGroup <= kWarp && kSharedBytes <= 227 * 1024);
+
+  static __device__ __forceinline__ uint32_t query_full(uint32_t shared) {
+    return shared + kBarriers;
+  }
+  static __device__ __forceinline__ uint32_t query_empty(uint32_t shared) {
+    return shared + kBarriers + 8;
+  }
+  static __device__ __forceinline__ uint32_t full(uint32_t shared, int stage) {
+    return shared + kBarriers + 16 + 8 * stage;
+  }
+  static __device__ __forceinline__ uint32_t empty(uint32_t shared, int stage) {
+    return shared + kBarriers + 16 + 8 * (kStages + stage);
+  }
+  static __device__ __forceinline__ uint32_t side(uint32_t shared, int stage) {
+    return shared + kRing + stage * kSideBytes;
+  }
+};
+
+struct Job {
+  CUtensorMap q, k, v, k_pages, v_pages;
+  AttentionPrefill in;
+  int64_t capacity;  // keys that the table can name
+  int blocks;
+  float scale;  // of logits, in units of log2(e)
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDACC__)
+
+// A tile of queries of one request and KV head.
+struct QueryTile {
+  int request, kv_head;
+  int row, queries;          // in q and out
+  int context, first, last;  // positions: the chunk's first, and the tile's
+  bool broken;               // the request's past is none that its table can name
+};
+
+// All CTAs' tiles in the order in which they are dealt out. In shared memory `ends[b]` is how many
+// tiles of queries the requests before b have.
+class Schedule {
+ public:
+  // By all threads. False where the offsets are broken.
+  static __device__ __forceinline__ bool prepare(const Job& job, int* ends, int* broken) {
+    const int requests = job.in.requests;
+    if (threadIdx.x == 0) {
+      ends[0] = 0;
+      *broken = job.in.cu_seqlens[0] != 0 || job.in.cu_seqlens[requests] != job.in.rows;
+    }
+    __syncthreads();
+    for (int b = static_cast<int>(threadIdx.x); b < requests; b += kThreads) {
+      const int begin = job.in.cu_seqlens[b], end = job.in.cu_seqlens[b + 1];
+      const bool rises = 0 <= begin && begin <= end && end <= job.in.rows;
+      if (!rises) *broken = 1;
+      ends[b + 1] = rises ? (end - begin + kTileQueries - 1) / kTileQueries : 0;
+    }
+    __syncthreads();
+    if (threadIdx.x < kWarp) {
+      const int lane = static_cast<int>(threadIdx.x);
+      int before = 0;
+      for (int first = 0; first < requests; first += kWarp) {
+        int sum = first + lane < requests ? ends[first + lane + 1] : 0;
+#pragma unroll
+        for (int step = 1; step < kWarp; step *= 2) {
+          const int other = __shfl_up_sync(0xffffffffu, sum, step);
+          if (lane >= step) sum += other;
+        }
+        if (first + lane < requests) ends[first + lane + 1] = before + sum;
+        before += __shfl_sync(0xffffffffu, sum, kWarp - 1);
+      }
+    }
+    __syncthreads();
+    return *broken == 0;
+  }
+
+  __device__ __forceinline__ Schedule(const Job& job, const int* ends) : job_(job), ends_(ends) {}
+
+  // Goes on to this CTA's next one, if there is one.
+  __device__ __forceinline__ bool next() {
+    ++round_;
+    return index() < ends_[job_.in.requests] * job_.in.kv_heads;
+  }
+
+  // 0 for the first one, then 1, 0, ...
+  __device__ __forceinline__ uint32_t parity() const { return round_ & 1; }
+
+  __device__ __forceinline__ QueryTile tile() const {
+    QueryTile tile;
+    const int index = this->index();
+    tile.kv_head = index % job_.in.kv_heads;
+    // The later ones of a chunk see more keys.
+    const int at = ends_[job_.in.requests] - 1 - index / job_.in.kv_heads;
+    int request = 0;
+    for (int end = job_.in.requests; end - request > 1;) {
+      const int middle = (request + end) / 2;
+      (ends_[middle] <= at ? request : end) = middle;
+    }
+    const int begin = job_.in.cu_seqlens[request], end = job_.in.cu_seqlens[request + 1];
+    const int query = (at - ends_[request]) * kTileQueries;
+    tile.request = request;
+    tile.row = begin + query;
+    tile.queries = min(kTileQueries, end - begin - query);
+    tile.context = job_.in.has_past ? job_.in.context_lens[request] : 0;
+    tile.broken = tile.context < 0 || tile.context > job_.capacity ||
+                  tile.context > 0x7fffffff - 4096 - (end - begin);
+    if (tile.broken) tile.context = 0;
+    tile.first = tile.context + query;
+    tile.last = tile.first + tile.queries - 1;
+    return tile;
+  }
+
+ private:
+  __device__ __forceinline__ int index() const {
+    return dealt_in_round(round_, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  }
+
+  const Job& job_;
+  const int* ends_;
+  int round_ = -1;
+};
+
+// ------------------------------------------------------------------------------ copies
+
+// By a warp: keeps tiles on their way, in the order in which they are read: keys a tile ahead of
+// the values.
+template <typename Plan>
+class PrefillCopier {
+ public:
+  __device__ __forceinline__ PrefillCopier(const Job& job, uint32_t shared)
+      : job_(job), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarp) {}
+
+  __device__ __forceinline__ void run(Schedule schedule) {
+    while (schedule.next()) {
+      const QueryTile tile = schedule.tile();
+      const KeyTiles keys =
+          key_tiles(tile.context, tile.first, tile.last, job_.in.window, Plan::kKeys);
+      await_phase(Plan::query_empty(shared_), schedule.parity() ^ 1);
+      if (lane_ == 0) copy_queries(tile);
+      // Keys of tile 0, of 1, values of 0, keys of 2, ..., values of the last but one, of the last.
+      const int sides = 2 * keys.tiles;
+#pragma unroll 1
+      for (int i = 0; i < sides; ++i) {
+        const bool is_v = i + 1 == sides || (i > 0 && i % 2 == 0);
+        copy_side(tile, keys, is_v ? (i - 1) / 2 : (i + 1) / 2, is_v);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void copy_queries(const QueryTile& tile) const {
+    const uint32_t barrier = Plan::query_full(shared_), to = shared_ + Plan::kQuery;
+    expect_bytes(barrier, 2 * kQueryHalf);
+    const int head = tile.kv_head * kPrefillGroup;
+    copy_box(to, job_.q, {0, head, tile.row, 0}, barrier);
+    copy_box(to + kQueryHalf, job_.q, {kHalf, head, tile.row, 0}, barrier);
+  }
+
+  __device__ __forceinline__ void copy_side(const QueryTile& tile, const KeyTiles& keys, int index,
+                                            bool is_v) {
+    const int first = first_key(keys, index, Plan::kKeys);
+    const uint32_t to = Plan::side(shared_, ring_.stage), barrier = Plan::full(shared_, ring_.stage);
+    if (index < keys.past_tiles) {
+      copy_pages(tile, keys.oldest, first, to, barrier, is_v);
+    } else {
+      await_phase(Plan::empty(shared_, ring_.stage), ring_.parity ^ 1);
+      if (lane_ == 0) {
+        const CUtensorMap& map = is_v ? job_.v : job_.k;
+        const int row = tile.row + first - tile.first;
+        expect_bytes(barrier, Plan::kSideBytes);
+        copy_box(to, map, {0, row, tile.kv_head, 0}, barrier);
+        copy_box(to + Plan::kSideHalf, map, {kHalf, row, tile.kv_head, 0}, barrier);
+      }
+    }
+    ring_.advance();
+  }
+
+  // A lane has a group of 16 keys, at position `first` and on. Groups that no query sees are left
+  // as they are; what stands for a page that is not there is NaN.
+  __device__ __forceinline__ void copy_pages(const QueryTile& tile, int oldest, int first,
+                                             uint32_t to, uint32_t barrier, bool is_v) const {
+    constexpr int kGroups = Plan::kKeys / kPageGroup;
+    constexpr uint32_t kGroupBytes = kPageGroup * kHalfRowBytes;  // of each half
+    const int key = first + lane_ * kPageGroup;
+    const bool wanted = lane_ < kGroups && key < tile.context && key + kPageGroup > oldest;
+    const auto page_size = static_cast<int>(job_.in.cache.page_size);
+    int page = -1;
+    if (wanted) page = job_.in.block_table[tile.request * job_.in.width + key / page_size];
+    const bool there = wanted && page >= 0 && page < job_.blocks;
+    const uint32_t own = to + lane_ * kGroupBytes;
+    await_phase(Plan::empty(shared_, ring_.stage), ring_.parity ^ 1);
+    if (wanted && !there) put_nan(own, kGroupBytes);
+    const unsigned groups = __popc(__ballot_sync(0xffffffffu, there));
+    if (lane_ == 0) expect_bytes(barrier, groups * 2 * kGroupBytes);
+    __syncwarp();
+    if (there) {
+      const CUtensorMap& map = is_v ? job_.v_pages : job_.k_pages;
+      const int row = key % page_size;
+      copy_box(own, map, {0, row, tile.kv_head, page}, barrier);
+      copy_box(own + Plan::kSideHalf, map, {kHalf, row, tile.kv_head, page}, barrier);
+    }
+  }
+
+  static __device__ __forceinline__ void put_nan(uint32_t to, uint32_t bytes) {
+    constexpr uint32_t kNans = 0x7fc07fc0;
+#pragma unroll 1
+    for (uint32_t at = 0; at < bytes; at += 16) {
+      store_shared(to + at, make_uint4(kNans, kNans, kNans, kNans));
+      store_shared(to + Plan::kSideHalf + at, make_uint4(kNans, kNans, kNans, kNans));
+    }
+    order_before_copies();
+  }
+
+  const Job& job_;
+  uint32_t shared_;
+  int lane_;
+  Ring<Plan::kStages> ring_;
+};
+
+// ------------------------------------------------------------------------------ products
+
+constexpr int kFirstTurn = 1;   // named barriers: a warpgroup's turn to hand in products,
+constexpr int kFirstAlone = 3;  // and its own threads alone
+
+template <typename Plan>
+class PrefillMultiplier {
+ public:
+  static constexpr int kKeys = Plan::kKeys;
+
+  __device__ __forceinline__ PrefillMultiplier(const Job& job, uint32_t shared)
+      : job_(job), shared_(shared) {
+    // By a shuffle, so that it is seen to be the same in all lanes.
+    warp_ = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);
+  }
+
+  __device__ __forceinline__ void run(Schedule schedule) {
+    if (group() == 1) pass_turn();  // the first one is that of warpgroup 0
+    while (schedule.next()) {
+      const QueryTile tile = schedule.tile();
+      const KeyTiles keys = key_tiles(tile.context, tile.first, tile.last, job_.in.window, kKeys);
+      await_phase(Plan::query_full(shared_), schedule.parity());
+      attend(keys, tile.first + query(), tile.last);
+      write(schedule.tile());  // again, which takes no registers meanwhile
+    }
+    if (group() == 0) await_turn();  // what was passed on last
+  }
+
+ private:
+  __device__ __forceinline__ int group() const { return warp_ / 4; }
+  // Of the warp's two queries the first, in the tile.
+  __device__ __forceinline__ int query() const { return warp_ * 2; }
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+  __device__ __forceinline__ void await_turn() const {
+    sync_threads<kMultiplying * kWarpgroup>(kFirstTurn + group());
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    pass_threads<kMultiplying * kWarpgroup>(kFirstTurn + 1 - group());
+  }
+
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    if (lane() == 0) arrive(barrier);
+  }
+
+  __device__ __forceinline__ void attend(const KeyTiles& keys, int position, int last) {
+    rows_.clear();
+    Ring<Plan::kStages> side = ring_;  // of the logits' keys
+    await_phase(Plan::full(shared_, side.stage), side.parity);
+    await_turn();
+    begin_products();
+    hand_in_logits(side.stage);
+    close_products();
+    pass_turn();
+    await_products<0>();
+    settle(rows_.logits);
+    release(Plan::empty(shared_, side.stage));
+    if (keys.tiles == 1) release(Plan::query_empty(shared_));
+    side.advance();
+    mask(keys, 0, position, last);
+    rows_.weigh(job_.scale);
+    rows_.round_weights();
+#pragma unroll 1
+    for (int i = 1; i < keys.tiles; ++i) {
+      const Ring<Plan::kStages> key_side = side;
+      side.advance();
+      await_phase(Plan::full(shared_, key_side.stage), key_side.parity);
+      await_turn();
+      begin_products();
+      hand_in_logits(key_side.stage);
+      close_products();
+      await_phase(Plan::full(shared_, side.stage), side.parity);
+      clear_values(keys, i - 1, last, side.stage);
+      begin_products();
+      hand_in_values(side.stage, i > 1);
+      close_products();
+      pass_turn();
+      await_products<1>();
+      settle(rows_.logits);
+      release(Plan::empty(shared_, key_side.stage));
+      if (i + 1 == keys.tiles) release(Plan::query_empty(shared_));
+      mask(keys, i, position, last);
+      const float2 factor = rows_.weigh(job_.scale);
+      await_products<0>();
+      settle(rows_.out);
+      release(Plan::empty(shared_, side.stage));
+      side.advance();
+      rows_.multiply_out(factor);
+      rows_.round_weights();
+    }
+    await_phase(Plan::full(shared_, side.stage), side.parity);
+    clear_values(keys, keys.tiles - 1, last, side.stage);
+    begin_products();
+    hand_in_values(side.stage, keys.tiles > 1);
+    close_products();
+    await_products<0>();
+    settle(rows_.out);
+    release(Plan::empty(shared_, side.stage));
+    side.advance();
+    ring_ = side;
+  }
+
+  __device__ __forceinline__ void hand_in_logits(int stage) {
+    const uint64_t a =
+        right_operand(shared_ + Plan::kQuery + group() * (kQueryHalf / kMultiplying));
+    const uint64_t b = right_operand(Plan::side(shared_, stage));
+#pragma unroll
+    for (int i = 0; i < kPrefillHeadDim / 16; ++i) {
+      const int half = i / 4;
+      multiply_shared<kKeys>(rows_.logits, a + half * (kQueryHalf >> 4) + i % 4 * kNextColumns,
+                             b + half * (Plan::kSideHalf >> 4) + i % 4 * kNextColumns, i > 0);
+    }
+  }
+
+  __device__ __forceinline__ void hand_in_values(int stage, bool add) {
+    const uint64_t b = upright_operand(Plan::side(shared_, stage), Plan::kSideHalf);
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) {
+      multiply_upright(rows_.out, rows_.weights[i], b + i * kNextRows, i > 0 || add);
+    }
+  }
+
+  // Where the keys of a tile end that are the request's and that some query of the tile sees.
+  static __device__ __forceinline__ int end_of(const KeyTiles& keys, int index, int last) {
+    return index < keys.past_tiles ? keys.chunk_first : last + 1;
+  }
+
+  __device__ __forceinline__ void mask(const KeyTiles& keys, int index, int position, int last) {
+    const int first = first_key(keys, index, kKeys), end = end_of(keys, index, last);
+    SeenKeys seen;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int oldest = job_.in.window > 0 ? position + i - job_.in.window + 1 : 0;
+      seen.low[i] = oldest - first;
+      seen.high[i] = min(position + i, end - 1) - first;
+    }
+    if (seen.low[1] <= 0 && seen.high[0] >= kKeys - 1) return;
+    const int column = lane() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      seen.low[i] -= column;
+      seen.high[i] -= column;
+    }
+    rows_.mask(seen);
+  }
+
+  // Zeros for values that no query of the tile sees: their weights are zero, but what is there may
+  // be no number. Each warpgroup does so for itself, and so both write the same.
+  __device__ __forceinline__ void clear_values(const KeyTiles& keys, int index, int last,
+                                               int stage) const {
+    const int first = first_key(keys, index, kKeys);
+    const int low = keys.oldest - first, high = end_of(keys, index, last) - first;
+    if (low <= 0 && high >= kKeys) return;
+    const uint32_t side = Plan::side(shared_, stage);
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, piece = thread % 16;
+    const uint32_t column = piece / 8 * Plan::kSideHalf + piece % 8 * 16;
+#pragma unroll 1
+    for (int row = thread / 16; row < kKeys; row += kWarpgroup / 16) {
+      if (row >= low && row < high) continue;
+      store_shared(side + column + row * kHalfRowBytes, make_uint4(0, 0, 0, 0));
+    }
+    order_before_copies();
+    sync_threads<kWarpgroup>(kFirstAlone + group());
+  }
+
+  __device__ __forceinline__ void write(const QueryTile& tile) {
+    rows_.collect();
+    const int head = tile.kv_head * kPrefillGroup + lane() / 4;
+    const float sink = job_.in.sinks == nullptr ? -INFINITY : load_weight(job_.in.sinks + head);
+    float shares[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float of_sink = exp2_approx(fmaf(sink, kLog2e, -rows_.maximum[i] * job_.scale));
+      shares[i] = tile.broken ? NAN : __frcp_rn(rows_.total[i] + of_sink);
+    }
+    auto* out = static_cast<uint16_t*>(job_.in.out) +
+                ((int64_t{tile.row} + query()) * job_.in.kv_heads * kPrefillGroup + head) *
+                    kPrefillHeadDim;
+    const int64_t next = int64_t{job_.in.kv_heads} * kPrefillGroup * kPrefillHeadDim;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int piece = 0; piece < kPrefillHeadDim / 8; piece += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* pair = rows_.out + (piece + j) * 4 + i * 2;
+          words[j] = pack_bf16(pair[0] * shares[i], pair[1] * shares[i]);
+        }
+        const uint4 value = gather_kinds(words, lane() % 4);
+        if (query() + i < tile.queries) {
+          *reinterpret_cast<uint4*>(out + i * next + (piece + lane() % 4) * 8) = value;
+        }
+      }
+    }
+  }
+
+  static constexpr float kLog2e = 1.44269504f;
+
+  const Job& job_;
+  uint32_t shared_;
+  int warp_;
+  Ring<Plan::kStages> ring_;
+  RowAttention<kKeys> rows_;
+};
+
+// Where the offsets are broken no row is known to be anybody's.
+__device__ __forceinline__ void fill_with_nan(const Job& job) {
+  const int64_t pieces = int64_t{job.in.rows} * job.in.kv_heads * kPrefillGroup * 16;
+  const uint4 nans = make_uint4(0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u);
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < pieces;
+       i += int64_t{gridDim.x} * kThreads) {
+    static_cast<uint4*>(job.in.out)[i] = nans;
+  }
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename Plan>
+__global__ void __launch_bounds__(kThreads, 1) attention_chunks(const __grid_constant__ Job job) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDACC__)
+  extern __shared__ uint8_t dynamic[];
+  __shared__ int broken;
+  const uint32_t shared = (shared_address(dynamic) + 1023) & ~1023u;
+  int* ends = reinterpret_cast<int*>(dynamic + (shared - shared_address(dynamic)) + Plan::kEnds);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) {
+    prefetch_map(job.q);
+    prefetch_map(job.k);
+    prefetch_map(job.v);
+    init_barrier(Plan::query_full(shared), 1);
+    init_barrier(Plan::query_empty(shared), kMultiplying * 4);
+    for (int i = 0; i < Plan::kStages; ++i) {
+      init_barrier(Plan::full(shared, i), 1);
+      init_barrier(Plan::empty(shared, i), kMultiplying * 4);
+    }
+    publish_barriers();
+  }
+  wait_for_previous_kernel();
+  if (!Schedule::prepare(job, ends, &broken)) return fill_with_nan(job);
+  const Schedule schedule(job, ends);
+  if (thread >= kMultiplying * kWarpgroup) {
+    give_registers<kToCopy>();
+    if (thread < kMultiplying * kWarpgroup + kWarp) {
+      PrefillCopier<Plan>(job, shared).run(schedule);
+    }
+  } else {
+    take_registers<kToMultiply>();
+    PrefillMultiplier<Plan>(job, shared).run(schedule);
+  }
+#endif
+}
+
+// ------------------------------------------------------------------------------ launch
+
+using Wide = PrefillPlan<176, 4>;
+
+cudaError_t describe_job(const AttentionPrefill& in, int keys, Job* job) {
+  const int heads = in.kv_heads * kPrefillGroup;
+  const TensorInMemory q{in.q.elements,
+                         {kPrefillHeadDim, heads, in.rows, 1},
+                         {in.q.head_stride * 2, in.q.row_stride * 2, 16},
+                         {kHalf, kPrefillGroup, kTileQueries, 1}};
+  const auto chunk = [&](const HeadRows& rows) {
+    return TensorInMemory{rows.elements,
+                          {kPrefillHeadDim, in.rows, in.kv_heads, 1},
+                          {rows.row_stride * 2, rows.head_stride * 2, 16},
+                          {kHalf, keys, 1, 1}};
+  };
+  const auto pages = [&](const void* elements, const PageStrides& strides) {
+    return TensorInMemory{elements,
+                          {kPrefillHeadDim, in.cache.page_size, in.kv_heads, job->blocks},
+                          {strides.row * 2, strides.head * 2, strides.block * 2},
+                          {kHalf, kPageGroup, 1, 1}};
+  };
+  if (const auto error = describe(q, &job->q); error != cudaSuccess) return error;
+  if (const auto error = describe(chunk(in.k), &job->k); error != cudaSuccess) return error;
+  if (const auto error = describe(chunk(in.v), &job->v); error != cudaSuccess) return error;
+  if (!in.has_past) return cudaSuccess;
+  if (const auto error = describe(pages(in.cache.k, in.cache.k_strides), &job->k_pages);
+      error != cudaSuccess) {
+    return error;
+  }
+  return describe(pages(in.cache.v, in.cache.v_strides), &job->v_pages);
+}
+
+template <typename Plan>
+cudaError_t launch_chunks(const AttentionPrefill& in, const Launch& launch) {
+  Job job{};
+  job.in = in;
+  job.scale = in.scale * 1.44269504f;
+  if (in.has_past) {
+    job.capacity = in.width * in.cache.page_size;
+    job.blocks = static_cast<int>(in.cache.slots / in.cache.page_size);
+  }
+  if (const auto error = describe_job(in, Plan::kKeys, &job); error != cudaSuccess) return error;
+  // The most tiles that there can be.
+  const int64_t tiles = (ceil_div(in.rows, kTileQueries) + in.requests) * in.kv_heads;
+  const Shape shape{dim3(static_cast<unsigned>(least(tiles, multiprocessors()))), dim3(kThreads),
+                    Plan::kSharedBytes};
+  return launch_kernel(launch, shape, attention_chunks<Plan>, job);
+}
+
+}  // namespace
+
+bool attention_prefill_fits(const AttentionPrefill& in) {
+  const auto fits = [](const void* pointer, std::initializer_list<int64_t> strides) {
+    bool aligned = reinterpret_cast<uint64_t>(pointer) % 16 == 0;
+    for (const int64_t stride : strides) aligned = aligned && stride >= 0 && stride % 8 == 0;
+    return aligned;
+  };
+  const auto rows = [&](const HeadRows& of) {
+    return fits(of.elements, {in.rows > 1 ? of.row_stride : 0, of.head_stride});
+  };
+  const auto cached = [&](const void* elements, const PageStrides& strides) {
+    return fits(elements, {strides.block, strides.row, strides.head});
+  };
+  const KvCache& cache = in.cache;
+  const bool past = !in.has_past ||
+                    (cache.page_size % kPageGroup == 0 && cache.page_size <= 1 << 20 &&
+                     cache.slots / cache.page_size <= 0x7fffffff && cache.slots > 0 &&
+                     cached(cache.k, cache.k_strides) && cached(cache.v, cache.v_strides));
+  return 0 < in.rows && in.rows < 1 << 30 && 0 <= in.requests &&
+         in.requests <= kMostPrefillRequests && 0 < in.kv_heads && in.kv_heads <= 1 << 12 && past &&
+         rows(in.q) && rows(in.k) && rows(in.v) && fits(in.out, {}) &&
+         (ceil_div(in.rows, kTileQueries) + in.requests) * in.kv_heads < 1 << 30;
+}
+
+cudaError_t attention_prefill(const AttentionPrefill& in, const Launch& launch) {
+  return launch_chunks<Wide>(in, launch);
+}
+
+}  // namespace flint::cuda
