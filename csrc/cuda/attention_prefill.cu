@@ -276,6 +276,7 @@ template <typename Plan>
 class PrefillMultiplier {
  public:
   static constexpr int kKeys = Plan::kKeys;
+  using Side = Ring<Plan::kStages>;
 
   __device__ __forceinline__ PrefillMultiplier(const Job& job, uint32_t shared)
       : job_(job), shared_(shared) {
@@ -314,59 +315,70 @@ class PrefillMultiplier {
 
   __device__ __forceinline__ void attend(const KeyTiles& keys, int position, int last) {
     rows_.clear();
-    Ring<Plan::kStages> side = ring_;  // of the logits' keys
-    await_phase(Plan::full(shared_, side.stage), side.parity);
+    Side of_keys = ring_;
+    await(of_keys);
     await_turn();
     begin_products();
-    hand_in_logits(side.stage);
+    hand_in_logits(of_keys.stage);
     close_products();
     pass_turn();
     await_products<0>();
     settle(rows_.logits);
-    release(Plan::empty(shared_, side.stage));
+    release(Plan::empty(shared_, of_keys.stage));
     if (keys.tiles == 1) release(Plan::query_empty(shared_));
-    side.advance();
     mask(keys, 0, position, last);
     rows_.weigh(job_.scale);
     rows_.round_weights();
+    of_keys.advance();
+    Side of_values = of_keys;
+    if (keys.tiles > 1) of_values.advance();
+    await(of_values);
 #pragma unroll 1
     for (int i = 1; i < keys.tiles; ++i) {
-      const Ring<Plan::kStages> key_side = side;
-      side.advance();
-      await_phase(Plan::full(shared_, key_side.stage), key_side.parity);
+      await(of_keys);
       await_turn();
       begin_products();
-      hand_in_logits(key_side.stage);
+      hand_in_logits(of_keys.stage);
       close_products();
-      await_phase(Plan::full(shared_, side.stage), side.parity);
-      clear_values(keys, i - 1, last, side.stage);
+      clear_values(keys, i - 1, last, of_values.stage);
       begin_products();
-      hand_in_values(side.stage, i > 1);
+      hand_in_values(of_values.stage, i > 1);
       close_products();
       pass_turn();
       await_products<1>();
       settle(rows_.logits);
-      release(Plan::empty(shared_, key_side.stage));
+      release(Plan::empty(shared_, of_keys.stage));
       if (i + 1 == keys.tiles) release(Plan::query_empty(shared_));
       mask(keys, i, position, last);
       const float2 factor = rows_.weigh(job_.scale);
+      // The next values are waited for here, because the compiler would move the wait for the
+      // product in front of the softmax, were there no loop between them.
+      settle(rows_.logits);
+      const int previous = of_values.stage;
+      of_keys = of_values;
+      of_keys.advance();
+      of_values = of_keys;
+      if (i + 1 < keys.tiles) of_values.advance();
+      await(of_values);
       await_products<0>();
       settle(rows_.out);
-      release(Plan::empty(shared_, side.stage));
-      side.advance();
+      release(Plan::empty(shared_, previous));
       rows_.multiply_out(factor);
       rows_.round_weights();
     }
-    await_phase(Plan::full(shared_, side.stage), side.parity);
-    clear_values(keys, keys.tiles - 1, last, side.stage);
+    clear_values(keys, keys.tiles - 1, last, of_values.stage);
     begin_products();
-    hand_in_values(side.stage, keys.tiles > 1);
+    hand_in_values(of_values.stage, keys.tiles > 1);
     close_products();
     await_products<0>();
     settle(rows_.out);
-    release(Plan::empty(shared_, side.stage));
-    side.advance();
-    ring_ = side;
+    release(Plan::empty(shared_, of_values.stage));
+    of_values.advance();
+    ring_ = of_values;
+  }
+
+  __device__ __forceinline__ void await(const Side& side) const {
+    await_phase(Plan::full(shared_, side.stage), side.parity);
   }
 
   __device__ __forceinline__ void hand_in_logits(int stage) {
@@ -469,7 +481,7 @@ class PrefillMultiplier {
   const Job& job_;
   uint32_t shared_;
   int warp_;
-  Ring<Plan::kStages> ring_;
+  Side ring_;
   RowAttention<kKeys> rows_;
 };
 
