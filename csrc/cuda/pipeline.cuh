@@ -10,6 +10,7 @@
 
 #include "cuda/barrier.cuh"
 #include "cuda/cluster.cuh"
+#include "cuda/ring.cuh"
 
 namespace flint::cuda {
 
@@ -43,20 +44,5 @@ __device__ __forceinline__ void copy_box_to(uint16_t ranks, uint32_t to, const C
       "l"(&matrix), "r"(column), "r"(row), "r"(barrier), "h"(ranks)
       : "memory");
 }
-
-// A place in a ring of `kStages` buffers. `parity` is that of the barriers' phase: the reader waits
-// for it at "full", the writer for the opposite one at "empty".
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 }  // namespace flint::cuda

@@ -41,6 +41,7 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 using std::max;
@@ -55,6 +56,13 @@ inline int __any_sync(unsigned, bool value) {
   const auto all = simt::gather(value);
   return std::any_of(all.begin(), all.end(), [](bool each) { return each; });
 }
+inline unsigned __ballot_sync(unsigned, bool value) {
+  const auto all = simt::gather(value);
+  unsigned bits = 0;
+  for (unsigned i = 0; i < all.size(); ++i) bits |= static_cast<unsigned>(all[i]) << i;
+  return bits;
+}
+inline int __popc(unsigned bits) { return std::popcount(bits); }
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
   return simt::gather(value)[static_cast<size_t>(lane)];
