@@ -45,11 +45,11 @@ class PrefillCase:
         order = torch.randperm(sum(pages), generator=op_samples.rng(seed)) + 1
         table = torch.full((len(requests), max(width, *pages, 1)), 2**31 - 1, dtype=torch.int32)
         unread = torch.ones(blocks, page, dtype=torch.bool)
-        for row, ((context, chunk), mine) in enumerate(
+        for row, ((context, _), mine) in enumerate(
             zip(requests, order.split(pages), strict=True)
         ):
             first = max(0, context - window + 1) if window else 0
-            if first >= context or chunk == 0:
+            if first >= context:
                 continue
             seen = torch.arange(first, context)
             unread[mine[seen // page], seen % page] = False

@@ -23,6 +23,7 @@ from flint_kernels.backends import (
     native_cuda,
     native_decode,
     native_many,
+    native_prefill,
     native_router,
 )
 from flint_kernels.ops import REGISTRY, implement
@@ -55,7 +56,7 @@ def fast_bodies(name: str, *, experimental: bool) -> list[Body]:
     if experimental or name in _RUN_OF_MANY:
         modules.append(native_many)
     if experimental:
-        modules += (native_attention, native_router)
+        modules += (native_attention, native_prefill, native_router)
     return [getattr(module, name) for module in modules if hasattr(module, name)]
 
 
