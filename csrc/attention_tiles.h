@@ -9,8 +9,6 @@
 
 namespace flint {
 
-// Queries of a tile; with the eight heads that share a KV head they are its rows.
-inline constexpr int kTileQueries = 16;
 // Keys of a page that are copied together; pages hold whole groups.
 inline constexpr int kPageGroup = 16;
 
@@ -36,12 +34,6 @@ FLINT_HD constexpr KeyTiles key_tiles(int context, int first, int last, int wind
 FLINT_HD constexpr int first_key(const KeyTiles& of, int tile, int keys) {
   return tile < of.past_tiles ? of.past_first + tile * keys
                               : of.chunk_first + (tile - of.past_tiles) * keys;
-}
-
-// Tiles of queries are dealt out longest first, and every other round the other way round, so that
-// no CTA always gets the longer ones.
-FLINT_HD constexpr int dealt_in_round(int round, int cta, int ctas) {
-  return round * ctas + (round % 2 == 0 ? cta : ctas - 1 - cta);
 }
 
 static_assert(key_tiles(0, 8176, 8191, 513, 176).tiles == 3);

@@ -10,9 +10,11 @@
 //
 // A row sees its keys in tiles that begin at the same positions whatever else is in the batch.
 #include <algorithm>
+#include <cstdlib>
 #include <initializer_list>
 
 #include "attention_tiles.h"
+#include "cuda/arrival.cuh"
 #include "cuda/attention_prefill.h"
 #include "cuda/attention_rows.cuh"
 #include "cuda/bulk_copy.cuh"
@@ -26,21 +28,24 @@
 namespace flint::cuda {
 namespace {
 
-constexpr int kMultiplying = 2;  // warpgroups
-constexpr int kThreads = (kMultiplying + 1) * kWarpgroup;
-constexpr int kRows = kTileQueries * kPrefillGroup;
 constexpr int kHalf = 64;  // elements of a row that stand together in shared memory
 constexpr uint32_t kHalfRowBytes = kHalf * 2;
-constexpr uint32_t kQueryHalf = kRows * kHalfRowBytes;  // bytes
-static_assert(kRows == kMultiplying * 64 && kPrefillHeadDim == 2 * kHalf);
+constexpr int kLeastQueries = 16;  // of a tile
+constexpr uint32_t kGroupBytes = 64 * kHalfRowBytes;  // of a warpgroup's rows, half of them
+static_assert(kPrefillHeadDim == 2 * kHalf);
 
-// Registers of a thread.
-constexpr int kToMultiply = 232, kToCopy = 40;
-
-// A CTA's shared memory: tiles of kKeys_ keys, kStages_ of them on one side (K or V) each.
-template <int kKeys_, int kStages_>
+// How a CTA is laid out: kMultiplying_ warpgroups that multiply, tiles of kKeys_ keys, kStages_ of
+// them on one side (K or V) each.
+template <int kMultiplying_, int kKeys_, int kStages_, int kVariant_ = 0>
 struct PrefillPlan {
-  static constexpr int kKeys = kKeys_, kStages = kStages_;
+  static constexpr int kMultiplying = kMultiplying_, kKeys = kKeys_, kStages = kStages_;
+  static constexpr int kVariant = kVariant_;
+  static constexpr int kThreads = (kMultiplying + 1) * kWarpgroup;
+  static constexpr int kQueries = kMultiplying * 64 / kPrefillGroup;
+  // Registers of a thread.
+  static constexpr int kToMultiply = kMultiplying == 2 ? 232 : 160;
+  static constexpr int kToCopy = kMultiplying == 2 ? 40 : 32;
+  static constexpr uint32_t kQueryHalf = kMultiplying * kGroupBytes;
   static constexpr uint32_t kSideHalf = kKeys * kHalfRowBytes;
   static constexpr uint32_t kSideBytes = 2 * kSideHalf;
   static constexpr uint32_t kQuery = 0;
@@ -87,8 +92,9 @@ struct QueryTile {
   bool broken;               // the request's past is none that its table can name
 };
 
-// All CTAs' tiles in the order in which they are dealt out. In shared memory `ends[b]` is how many
-// tiles of queries the requests before b have.
+// All tiles, in the order in which CTAs take them. In shared memory `ends[b]` is how many tiles of
+// queries the requests before b have.
+template <typename Plan>
 class Schedule {
  public:
   // By all threads. False where the offsets are broken.
@@ -99,11 +105,11 @@ class Schedule {
       *broken = job.in.cu_seqlens[0] != 0 || job.in.cu_seqlens[requests] != job.in.rows;
     }
     __syncthreads();
-    for (int b = static_cast<int>(threadIdx.x); b < requests; b += kThreads) {
+    for (int b = static_cast<int>(threadIdx.x); b < requests; b += Plan::kThreads) {
       const int begin = job.in.cu_seqlens[b], end = job.in.cu_seqlens[b + 1];
       const bool rises = 0 <= begin && begin <= end && end <= job.in.rows;
       if (!rises) *broken = 1;
-      ends[b + 1] = rises ? (end - begin + kTileQueries - 1) / kTileQueries : 0;
+      ends[b + 1] = rises ? (end - begin + Plan::kQueries - 1) / Plan::kQueries : 0;
     }
     __syncthreads();
     if (threadIdx.x < kWarp) {
@@ -124,50 +130,63 @@ class Schedule {
     return *broken == 0;
   }
 
-  __device__ __forceinline__ Schedule(const Job& job, const int* ends) : job_(job), ends_(ends) {}
+  __device__ __forceinline__ Schedule(const Job& job, const int* ends, volatile int* told)
+      : job_(job), ends_(ends), told_(told) {}
 
-  // Goes on to this CTA's next one, if there is one.
-  __device__ __forceinline__ bool next() {
-    ++round_;
-    return index() < ends_[job_.in.requests] * job_.in.kv_heads;
+  // Who copies tells who multiplies; a barrier is between them. What was told is there until the
+  // tile after the next one is.
+  __device__ __forceinline__ void tell(uint32_t round, int index) const {
+    told_[round % 2] = index;
+  }
+  __device__ __forceinline__ int told(uint32_t round) const { return told_[round % 2]; }
+
+  __device__ __forceinline__ int count() const {
+    return ends_[job_.in.requests] * job_.in.kv_heads;
   }
 
-  // 0 for the first one, then 1, 0, ...
-  __device__ __forceinline__ uint32_t parity() const { return round_ & 1; }
+  // By one thread: the tile after `index` for this CTA; there is none from count() on. With the
+  // last CTA that is told so the counter is back to zero.
+  __device__ __forceinline__ int after(int index) const {
+    if (index < 0) return static_cast<int>(blockIdx.x);
+    const auto last = static_cast<uint32_t>(count() - 1);
+    return static_cast<int>(gridDim.x + arrive_at(job_.in.counter, last));
+  }
 
-  __device__ __forceinline__ QueryTile tile() const {
-    QueryTile tile;
-    const int index = this->index();
-    tile.kv_head = index % job_.in.kv_heads;
-    // The later ones of a chunk see more keys.
-    const int at = ends_[job_.in.requests] - 1 - index / job_.in.kv_heads;
+  __device__ __forceinline__ QueryTile tile(int index) const {
+    const int kv_heads = job_.in.kv_heads;
+    const int at = count() - 1 - index;  // the later ones of a chunk see more keys: first
     int request = 0;
     for (int end = job_.in.requests; end - request > 1;) {
       const int middle = (request + end) / 2;
-      (ends_[middle] <= at ? request : end) = middle;
+      (ends_[middle] * kv_heads <= at ? request : end) = middle;
     }
     const int begin = job_.in.cu_seqlens[request], end = job_.in.cu_seqlens[request + 1];
-    const int query = (at - ends_[request]) * kTileQueries;
-    tile.request = request;
-    tile.row = begin + query;
-    tile.queries = min(kTileQueries, end - begin - query);
+    QueryTile tile;
     tile.context = job_.in.has_past ? job_.in.context_lens[request] : 0;
     tile.broken = tile.context < 0 || tile.context > job_.capacity ||
                   tile.context > 0x7fffffff - 4096 - (end - begin);
     if (tile.broken) tile.context = 0;
+    // KV heads together, or one after the other where the L2 does not hold all of their keys.
+    const int own = at - ends_[request] * kv_heads, tiles = ends_[request + 1] - ends_[request];
+    const bool together =
+        job_.in.window > 0 || int64_t{tile.context + end - begin} * kv_heads <= kKeysInL2;
+    const int place = together ? own / kv_heads : own % tiles;
+    const int query = place * Plan::kQueries;
+    tile.kv_head = together ? own - place * kv_heads : own / tiles;
+    tile.request = request;
+    tile.row = begin + query;
+    tile.queries = min(Plan::kQueries, end - begin - query);
     tile.first = tile.context + query;
     tile.last = tile.first + tile.queries - 1;
     return tile;
   }
 
  private:
-  __device__ __forceinline__ int index() const {
-    return dealt_in_round(round_, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-  }
+  static constexpr int64_t kKeysInL2 = (24 << 20) / (4 * kPrefillHeadDim);
 
   const Job& job_;
   const int* ends_;
-  int round_ = -1;
+  volatile int* told_;
 };
 
 // ------------------------------------------------------------------------------ copies
@@ -180,19 +199,33 @@ class PrefillCopier {
   __device__ __forceinline__ PrefillCopier(const Job& job, uint32_t shared)
       : job_(job), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarp) {}
 
-  __device__ __forceinline__ void run(Schedule schedule) {
-    while (schedule.next()) {
-      const QueryTile tile = schedule.tile();
+  __device__ __forceinline__ void run(const Schedule<Plan>& schedule) {
+    const int count = schedule.count();
+    int index = -1;
+    for (uint32_t round = 0;; ++round) {
+      if (lane_ == 0) index = schedule.after(index);
+      index = __shfl_sync(0xffffffffu, index, 0);
+      await_phase(Plan::query_empty(shared_), round % 2 ^ 1);
+      if (lane_ == 0) schedule.tell(round, index);
+      if (index >= count) {
+        if (lane_ == 0) arrive(Plan::query_full(shared_));
+        return;
+      }
+      const QueryTile tile = schedule.tile(index);
       const KeyTiles keys =
           key_tiles(tile.context, tile.first, tile.last, job_.in.window, Plan::kKeys);
-      await_phase(Plan::query_empty(shared_), schedule.parity() ^ 1);
       if (lane_ == 0) copy_queries(tile);
-      // Keys of tile 0, of 1, values of 0, keys of 2, ..., values of the last but one, of the last.
       const int sides = 2 * keys.tiles;
 #pragma unroll 1
       for (int i = 0; i < sides; ++i) {
-        const bool is_v = i + 1 == sides || (i > 0 && i % 2 == 0);
-        copy_side(tile, keys, is_v ? (i - 1) / 2 : (i + 1) / 2, is_v);
+        if constexpr (Plan::kMultiplying == 2) {
+          // Keys of tile 0, of 1, values of 0, keys of 2, ..., values of the last but one, of the
+          // last.
+          const bool is_v = i + 1 == sides || (i > 0 && i % 2 == 0);
+          copy_side(tile, keys, is_v ? (i - 1) / 2 : (i + 1) / 2, is_v);
+        } else {
+          copy_side(tile, keys, i / 2, i % 2 != 0);
+        }
       }
     }
   }
@@ -200,10 +233,10 @@ class PrefillCopier {
  private:
   __device__ __forceinline__ void copy_queries(const QueryTile& tile) const {
     const uint32_t barrier = Plan::query_full(shared_), to = shared_ + Plan::kQuery;
-    expect_bytes(barrier, 2 * kQueryHalf);
+    expect_bytes(barrier, 2 * Plan::kQueryHalf);
     const int head = tile.kv_head * kPrefillGroup;
     copy_box(to, job_.q, {0, head, tile.row, 0}, barrier);
-    copy_box(to + kQueryHalf, job_.q, {kHalf, head, tile.row, 0}, barrier);
+    copy_box(to + Plan::kQueryHalf, job_.q, {kHalf, head, tile.row, 0}, barrier);
   }
 
   __device__ __forceinline__ void copy_side(const QueryTile& tile, const KeyTiles& keys, int index,
@@ -230,18 +263,18 @@ class PrefillCopier {
   __device__ __forceinline__ void copy_pages(const QueryTile& tile, int oldest, int first,
                                              uint32_t to, uint32_t barrier, bool is_v) const {
     constexpr int kGroups = Plan::kKeys / kPageGroup;
-    constexpr uint32_t kGroupBytes = kPageGroup * kHalfRowBytes;  // of each half
+    constexpr uint32_t kPagesBytes = kPageGroup * kHalfRowBytes;  // of each half
     const int key = first + lane_ * kPageGroup;
     const bool wanted = lane_ < kGroups && key < tile.context && key + kPageGroup > oldest;
     const auto page_size = static_cast<int>(job_.in.cache.page_size);
     int page = -1;
     if (wanted) page = job_.in.block_table[tile.request * job_.in.width + key / page_size];
     const bool there = wanted && page >= 0 && page < job_.blocks;
-    const uint32_t own = to + lane_ * kGroupBytes;
+    const uint32_t own = to + lane_ * kPagesBytes;
     await_phase(Plan::empty(shared_, ring_.stage), ring_.parity ^ 1);
-    if (wanted && !there) put_nan(own, kGroupBytes);
+    if (wanted && !there) put_nan(own, kPagesBytes);
     const unsigned groups = __popc(__ballot_sync(0xffffffffu, there));
-    if (lane_ == 0) expect_bytes(barrier, groups * 2 * kGroupBytes);
+    if (lane_ == 0) expect_bytes(barrier, groups * 2 * kPagesBytes);
     __syncwarp();
     if (there) {
       const CUtensorMap& map = is_v ? job_.v_pages : job_.k_pages;
@@ -270,12 +303,12 @@ class PrefillCopier {
 // ------------------------------------------------------------------------------ products
 
 constexpr int kFirstTurn = 1;   // named barriers: a warpgroup's turn to hand in products,
-constexpr int kFirstAlone = 3;  // and its own threads alone
+constexpr int kFirstAlone = 4;  // and its own threads alone
 
 template <typename Plan>
 class PrefillMultiplier {
  public:
-  static constexpr int kKeys = Plan::kKeys;
+  static constexpr int kKeys = Plan::kKeys, kMultiplying = Plan::kMultiplying;
   using Side = Ring<Plan::kStages>;
 
   __device__ __forceinline__ PrefillMultiplier(const Job& job, uint32_t shared)
@@ -284,14 +317,21 @@ class PrefillMultiplier {
     warp_ = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);
   }
 
-  __device__ __forceinline__ void run(Schedule schedule) {
-    if (group() == 1) pass_turn();  // the first one is that of warpgroup 0
-    while (schedule.next()) {
-      const QueryTile tile = schedule.tile();
+  __device__ __forceinline__ void run(const Schedule<Plan>& schedule) {
+    if (group() == kMultiplying - 1) pass_turn();  // the first one is that of warpgroup 0
+    for (uint32_t round = 0;; ++round) {
+      await_phase(Plan::query_full(shared_), round % 2);
+      const int index = schedule.told(round);
+      if (index >= schedule.count()) break;
+      const QueryTile tile = schedule.tile(index);
       const KeyTiles keys = key_tiles(tile.context, tile.first, tile.last, job_.in.window, kKeys);
-      await_phase(Plan::query_full(shared_), schedule.parity());
-      attend(keys, tile.first + query(), tile.last);
-      write(schedule.tile());  // again, which takes no registers meanwhile
+      if constexpr (kMultiplying == 2) {
+        attend(keys, tile.first + query(), tile.last);
+      } else {
+        attend_simply(keys, tile.first + query(), tile.last);
+      }
+      // Found again, which takes no registers meanwhile.
+      write(schedule.tile(schedule.told(round)));
     }
     if (group() == 0) await_turn();  // what was passed on last
   }
@@ -303,10 +343,10 @@ class PrefillMultiplier {
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
   __device__ __forceinline__ void await_turn() const {
-    sync_threads<kMultiplying * kWarpgroup>(kFirstTurn + group());
+    if constexpr (kMultiplying == 2) sync_threads<2 * kWarpgroup>(kFirstTurn + group());
   }
   __device__ __forceinline__ void pass_turn() const {
-    pass_threads<kMultiplying * kWarpgroup>(kFirstTurn + 1 - group());
+    if constexpr (kMultiplying == 2) pass_threads<2 * kWarpgroup>(kFirstTurn + 1 - group());
   }
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
@@ -332,7 +372,7 @@ class PrefillMultiplier {
     of_keys.advance();
     Side of_values = of_keys;
     if (keys.tiles > 1) of_values.advance();
-    await(of_values);
+    if constexpr (Plan::kVariant != 1) await(of_values);
 #pragma unroll 1
     for (int i = 1; i < keys.tiles; ++i) {
       await(of_keys);
@@ -340,6 +380,7 @@ class PrefillMultiplier {
       begin_products();
       hand_in_logits(of_keys.stage);
       close_products();
+      if constexpr (Plan::kVariant == 1) await(of_values);
       clear_values(keys, i - 1, last, of_values.stage);
       begin_products();
       hand_in_values(of_values.stage, i > 1);
@@ -359,13 +400,15 @@ class PrefillMultiplier {
       of_keys.advance();
       of_values = of_keys;
       if (i + 1 < keys.tiles) of_values.advance();
-      await(of_values);
+      if constexpr (Plan::kVariant == 1) await(of_keys);
+      else await(of_values);
       await_products<0>();
       settle(rows_.out);
       release(Plan::empty(shared_, previous));
       rows_.multiply_out(factor);
       rows_.round_weights();
     }
+    if constexpr (Plan::kVariant == 1) await(of_values);
     clear_values(keys, keys.tiles - 1, last, of_values.stage);
     begin_products();
     hand_in_values(of_values.stage, keys.tiles > 1);
@@ -377,18 +420,47 @@ class PrefillMultiplier {
     ring_ = of_values;
   }
 
+  __device__ __forceinline__ void attend_simply(const KeyTiles& keys, int position, int last) {
+    rows_.clear();
+#pragma unroll 1
+    for (int i = 0; i < keys.tiles; ++i) {
+      await(ring_);
+      begin_products();
+      hand_in_logits(ring_.stage);
+      close_products();
+      await_products<0>();
+      settle(rows_.logits);
+      release(Plan::empty(shared_, ring_.stage));
+      if (i + 1 == keys.tiles) release(Plan::query_empty(shared_));
+      ring_.advance();
+      mask(keys, i, position, last);
+      const float2 factor = rows_.weigh(job_.scale);
+      if (i > 0) rows_.multiply_out(factor);
+      rows_.round_weights();
+      await(ring_);
+      clear_values(keys, i, last, ring_.stage);
+      begin_products();
+      hand_in_values(ring_.stage, i > 0);
+      close_products();
+      await_products<0>();
+      settle(rows_.out);
+      release(Plan::empty(shared_, ring_.stage));
+      ring_.advance();
+    }
+  }
+
   __device__ __forceinline__ void await(const Side& side) const {
     await_phase(Plan::full(shared_, side.stage), side.parity);
   }
 
   __device__ __forceinline__ void hand_in_logits(int stage) {
     const uint64_t a =
-        right_operand(shared_ + Plan::kQuery + group() * (kQueryHalf / kMultiplying));
+        right_operand(shared_ + Plan::kQuery + group() * kGroupBytes);
     const uint64_t b = right_operand(Plan::side(shared_, stage));
 #pragma unroll
     for (int i = 0; i < kPrefillHeadDim / 16; ++i) {
       const int half = i / 4;
-      multiply_shared<kKeys>(rows_.logits, a + half * (kQueryHalf >> 4) + i % 4 * kNextColumns,
+      multiply_shared<kKeys>(rows_.logits, a + half * (Plan::kQueryHalf >> 4) + i % 4 * kNextColumns,
                              b + half * (Plan::kSideHalf >> 4) + i % 4 * kNextColumns, i > 0);
     }
   }
@@ -489,8 +561,8 @@ class PrefillMultiplier {
 __device__ __forceinline__ void fill_with_nan(const Job& job) {
   const int64_t pieces = int64_t{job.in.rows} * job.in.kv_heads * kPrefillGroup * 16;
   const uint4 nans = make_uint4(0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u);
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < pieces;
-       i += int64_t{gridDim.x} * kThreads) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < pieces;
+       i += int64_t{gridDim.x} * blockDim.x) {
     static_cast<uint4*>(job.in.out)[i] = nans;
   }
 }
@@ -498,12 +570,15 @@ __device__ __forceinline__ void fill_with_nan(const Job& job) {
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <typename Plan>
-__global__ void __launch_bounds__(kThreads, 1) attention_chunks(const __grid_constant__ Job job) {
+__global__ void __launch_bounds__(Plan::kThreads, 1)
+    attention_chunks(const __grid_constant__ Job job) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDACC__)
   extern __shared__ uint8_t dynamic[];
   __shared__ int broken;
+  __shared__ int told[2];
   const uint32_t shared = (shared_address(dynamic) + 1023) & ~1023u;
   int* ends = reinterpret_cast<int*>(dynamic + (shared - shared_address(dynamic)) + Plan::kEnds);
+  constexpr int kMultiplying = Plan::kMultiplying;
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     prefetch_map(job.q);
@@ -518,15 +593,15 @@ __global__ void __launch_bounds__(kThreads, 1) attention_chunks(const __grid_con
     publish_barriers();
   }
   wait_for_previous_kernel();
-  if (!Schedule::prepare(job, ends, &broken)) return fill_with_nan(job);
-  const Schedule schedule(job, ends);
+  if (!Schedule<Plan>::prepare(job, ends, &broken)) return fill_with_nan(job);
+  const Schedule<Plan> schedule(job, ends, told);
   if (thread >= kMultiplying * kWarpgroup) {
-    give_registers<kToCopy>();
+    give_registers<Plan::kToCopy>();
     if (thread < kMultiplying * kWarpgroup + kWarp) {
       PrefillCopier<Plan>(job, shared).run(schedule);
     }
   } else {
-    take_registers<kToMultiply>();
+    take_registers<Plan::kToMultiply>();
     PrefillMultiplier<Plan>(job, shared).run(schedule);
   }
 #endif
@@ -534,14 +609,14 @@ __global__ void __launch_bounds__(kThreads, 1) attention_chunks(const __grid_con
 
 // ------------------------------------------------------------------------------ launch
 
-using Wide = PrefillPlan<176, 4>;
+using Wide = PrefillPlan<2, 176, 4>;
 
-cudaError_t describe_job(const AttentionPrefill& in, int keys, Job* job) {
+cudaError_t describe_job(const AttentionPrefill& in, int queries, int keys, Job* job) {
   const int heads = in.kv_heads * kPrefillGroup;
   const TensorInMemory q{in.q.elements,
                          {kPrefillHeadDim, heads, in.rows, 1},
                          {in.q.head_stride * 2, in.q.row_stride * 2, 16},
-                         {kHalf, kPrefillGroup, kTileQueries, 1}};
+                         {kHalf, kPrefillGroup, queries, 1}};
   const auto chunk = [&](const HeadRows& rows) {
     return TensorInMemory{rows.elements,
                           {kPrefillHeadDim, in.rows, in.kv_heads, 1},
@@ -574,10 +649,10 @@ cudaError_t launch_chunks(const AttentionPrefill& in, const Launch& launch) {
     job.capacity = in.width * in.cache.page_size;
     job.blocks = static_cast<int>(in.cache.slots / in.cache.page_size);
   }
-  if (const auto error = describe_job(in, Plan::kKeys, &job); error != cudaSuccess) return error;
+  if (const auto error = describe_job(in, Plan::kQueries, Plan::kKeys, &job); error != cudaSuccess) return error;
   // The most tiles that there can be.
-  const int64_t tiles = (ceil_div(in.rows, kTileQueries) + in.requests) * in.kv_heads;
-  const Shape shape{dim3(static_cast<unsigned>(least(tiles, multiprocessors()))), dim3(kThreads),
+  const int64_t tiles = (ceil_div(in.rows, Plan::kQueries) + in.requests) * in.kv_heads;
+  const Shape shape{dim3(static_cast<unsigned>(least(tiles, multiprocessors()))), dim3(Plan::kThreads),
                     Plan::kSharedBytes};
   return launch_kernel(launch, shape, attention_chunks<Plan>, job);
 }
@@ -604,10 +679,16 @@ bool attention_prefill_fits(const AttentionPrefill& in) {
   return 0 < in.rows && in.rows < 1 << 30 && 0 <= in.requests &&
          in.requests <= kMostPrefillRequests && 0 < in.kv_heads && in.kv_heads <= 1 << 12 && past &&
          rows(in.q) && rows(in.k) && rows(in.v) && fits(in.out, {}) &&
-         (ceil_div(in.rows, kTileQueries) + in.requests) * in.kv_heads < 1 << 30;
+         (ceil_div(in.rows, kLeastQueries) + in.requests) * in.kv_heads < 1 << 30;
 }
 
 cudaError_t attention_prefill(const AttentionPrefill& in, const Launch& launch) {
+  const char* v = getenv("FLINT_PREFILL");
+  switch (v ? v[0] : '0') {
+    case '1': return launch_chunks<PrefillPlan<2, 176, 4, 1>>(in, launch);
+    case '2': return launch_chunks<PrefillPlan<2, 128, 5, 1>>(in, launch);
+    case '3': return launch_chunks<PrefillPlan<3, 128, 5>>(in, launch);
+  }
   return launch_chunks<Wide>(in, launch);
 }
 

@@ -35,6 +35,7 @@ struct AttentionPrefill {
   int rows, requests, kv_heads;
   int window;  // 0: all keys
   float scale;
+  uint32_t* counter;  // zero before and after
 };
 
 bool attention_prefill_fits(const AttentionPrefill& in);

@@ -67,7 +67,8 @@ bool attention_prefill_cuda_out(const Tensor& q, const Tensor& k, const Tensor& 
                                 const Tensor& cu_seqlens, std::optional<Tensor> k_cache,
                                 std::optional<Tensor> v_cache, std::optional<Tensor> block_table,
                                 std::optional<Tensor> context_lens, std::optional<Tensor> sinks,
-                                int64_t window, double scale, Tensor out, bool enable_pdl) {
+                                int64_t window, double scale, Tensor workspace, Tensor out,
+                                bool enable_pdl) {
   const CudaCall call(q, enable_pdl);
   const int64_t rows = q.size(0), heads = q.size(1), kv_heads = k.size(1);
   const int64_t requests = cu_seqlens.numel() - 1;
@@ -109,6 +110,9 @@ bool attention_prefill_cuda_out(const Tensor& q, const Tensor& k, const Tensor& 
   in.window = static_cast<int>(std::min<int64_t>(window, 0x7fffffff));
   in.scale = static_cast<float>(scale);
   in.out = mutable_data<void>(out);
+  call.check_dense(workspace, "workspace", ScalarType::Byte, workspace.numel());
+  STD_TORCH_CHECK(workspace.numel() >= int64_t{sizeof(uint32_t)}, "workspace: want 4 bytes");
+  in.counter = static_cast<uint32_t*>(mutable_data<void>(workspace));
   if (!cuda::attention_prefill_fits(in)) return false;
   const cudaError_t error = cuda::attention_prefill(in, call.launch());
   if (error == cudaErrorNotSupported) return false;
@@ -127,7 +131,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flint_native, m) {
   m.def(
       "attention_prefill_cuda_out(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, "
       "Tensor? k_cache, Tensor? v_cache, Tensor? block_table, Tensor? context_lens, "
-      "Tensor? sinks, int window, float scale, Tensor(a!) out, bool enable_pdl) -> bool");
+      "Tensor? sinks, int window, float scale, Tensor workspace, Tensor(a!) out, "
+      "bool enable_pdl) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flint_native, CUDA, m) {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flint_kernels.backends import native_many
+from flint_kernels.ops.workspace import make_workspace
 
 _native = torch.ops.flint_native
 
@@ -83,6 +84,7 @@ def attention_prefill(
         None if sinks is None else sinks.contiguous(),
         window,
         HEAD_DIM**-0.5 if scale is None else scale,
+        make_workspace(q.device) if workspace is None else workspace,
         launched_out,
         enable_pdl,
     )

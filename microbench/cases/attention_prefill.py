@@ -35,6 +35,7 @@ class Buffers:
     sinks: Tensor  # of values that BF16 has
     past: int
     window: int
+    workspace: Tensor
     out: Tensor
 
 
@@ -59,6 +60,7 @@ def make(tokens: int, past: int, window: int, device: torch.device, index: int) 
         randn(device, 8 * index + 7, HEADS).float(),
         past,
         window,
+        attention.workspace(device),
         torch.empty(tokens, HEADS, DIM, dtype=torch.bfloat16, device=device),
     )
 
@@ -83,7 +85,7 @@ def kernel(b: Buffers) -> Outputs:
     """The kernel alone, into a given buffer."""
     if b.q.is_cuda:
         launched = torch.ops.flint_native.attention_prefill_cuda_out(
-            *arguments(b), DIM**-0.5, b.out, False
+            *arguments(b), DIM**-0.5, b.workspace, b.out, False
         )
         assert launched
     else:

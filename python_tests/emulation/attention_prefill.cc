@@ -48,8 +48,11 @@ extern "C" int emulated_attention_prefill(
   in.kv_heads = kv_heads;
   in.window = window;
   in.scale = scale;
+  uint32_t counter = 0;
+  in.counter = &counter;
   emulated_multiprocessors = multiprocessors;
   if (!attention_prefill_fits(in)) return -1;
   simt::options = {seed, late_copies != 0, nullptr};
-  return attention_prefill(in, {nullptr, true});
+  const int error = attention_prefill(in, {nullptr, true});
+  return counter == 0 ? error : -2;
 }
