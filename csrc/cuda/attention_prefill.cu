@@ -40,11 +40,12 @@ template <int kMultiplying_, int kKeys_, int kStages_, int kVariant_ = 0>
 struct PrefillPlan {
   static constexpr int kMultiplying = kMultiplying_, kKeys = kKeys_, kStages = kStages_;
   static constexpr int kVariant = kVariant_;
+  static constexpr bool kAhead = kMultiplying == 2 || kVariant >= 3, kSkip = kVariant == 2 || kVariant == 4;
   static constexpr int kThreads = (kMultiplying + 1) * kWarpgroup;
   static constexpr int kQueries = kMultiplying * 64 / kPrefillGroup;
   // Registers of a thread.
-  static constexpr int kToMultiply = kMultiplying == 2 ? 232 : 160;
-  static constexpr int kToCopy = kMultiplying == 2 ? 40 : 32;
+  static constexpr int kToMultiply = kMultiplying == 2 ? 232 : kKeys == 80 ? 152 : 160;
+  static constexpr int kToCopy = kMultiplying == 2 ? 40 : kKeys == 80 ? 56 : 32;
   static constexpr uint32_t kQueryHalf = kMultiplying * kGroupBytes;
   static constexpr uint32_t kSideHalf = kKeys * kHalfRowBytes;
   static constexpr uint32_t kSideBytes = 2 * kSideHalf;
@@ -191,42 +192,54 @@ class Schedule {
 
 // ------------------------------------------------------------------------------ copies
 
-// By a warp: keeps tiles on their way, in the order in which they are read: keys a tile ahead of
-// the values.
+// By the warps of a warpgroup: keep tiles on their way, each every fourth side, in the order in which
+// they are read. The first warp also takes the tiles of queries, and copies q.
 template <typename Plan>
 class PrefillCopier {
  public:
   __device__ __forceinline__ PrefillCopier(const Job& job, uint32_t shared)
-      : job_(job), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarp) {}
+      : job_(job), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarp) {
+    // By a shuffle, so that it is seen to be the same in all lanes.
+    warp_ = __shfl_sync(0xffffffffu, threadIdx.x % kWarpgroup / kWarp, 0);
+  }
 
   __device__ __forceinline__ void run(const Schedule<Plan>& schedule) {
     const int count = schedule.count();
     int index = -1;
     for (uint32_t round = 0;; ++round) {
-      if (lane_ == 0) index = schedule.after(index);
-      index = __shfl_sync(0xffffffffu, index, 0);
-      await_phase(Plan::query_empty(shared_), round % 2 ^ 1);
-      if (lane_ == 0) schedule.tell(round, index);
-      if (index >= count) {
-        if (lane_ == 0) arrive(Plan::query_full(shared_));
-        return;
+      if (warp_ == 0) {
+        if (lane_ == 0) index = schedule.after(index);
+        index = __shfl_sync(0xffffffffu, index, 0);
+        await_phase(Plan::query_empty(shared_), round % 2 ^ 1);
+        if (lane_ == 0) {
+          schedule.tell(round, index);
+          if (index < count) copy_queries(schedule.tile(index));
+          else arrive(Plan::query_full(shared_));
+        }
+        __syncwarp();
+      } else {
+        await_phase(Plan::query_full(shared_), round % 2);
+        index = schedule.told(round);
+        __syncwarp();
+        if (lane_ == 0) arrive(Plan::query_empty(shared_));
       }
+      if (index >= count) return;
       const QueryTile tile = schedule.tile(index);
       const KeyTiles keys =
           key_tiles(tile.context, tile.first, tile.last, job_.in.window, Plan::kKeys);
-      if (lane_ == 0) copy_queries(tile);
       const int sides = 2 * keys.tiles;
 #pragma unroll 1
-      for (int i = 0; i < sides; ++i) {
-        if constexpr (Plan::kMultiplying == 2) {
+      for (int i = (warp_ - side_) % 4; i < sides; i += 4) {
+        if constexpr (Plan::kAhead) {
           // Keys of tile 0, of 1, values of 0, keys of 2, ..., values of the last but one, of the
           // last.
           const bool is_v = i + 1 == sides || (i > 0 && i % 2 == 0);
-          copy_side(tile, keys, is_v ? (i - 1) / 2 : (i + 1) / 2, is_v);
+          copy_side(tile, keys, is_v ? (i - 1) / 2 : (i + 1) / 2, is_v, side_ + i);
         } else {
-          copy_side(tile, keys, i / 2, i % 2 != 0);
+          copy_side(tile, keys, i / 2, i % 2 != 0, side_ + i);
         }
       }
+      side_ += sides;
     }
   }
 
@@ -239,29 +252,31 @@ class PrefillCopier {
     copy_box(to + Plan::kQueryHalf, job_.q, {kHalf, head, tile.row, 0}, barrier);
   }
 
+  // `side`: of all that this CTA copies.
   __device__ __forceinline__ void copy_side(const QueryTile& tile, const KeyTiles& keys, int index,
-                                            bool is_v) {
+                                            bool is_v, uint32_t side) const {
     const int first = first_key(keys, index, Plan::kKeys);
-    const uint32_t to = Plan::side(shared_, ring_.stage), barrier = Plan::full(shared_, ring_.stage);
-    if (index < keys.past_tiles) {
-      copy_pages(tile, keys.oldest, first, to, barrier, is_v);
-    } else {
-      await_phase(Plan::empty(shared_, ring_.stage), ring_.parity ^ 1);
-      if (lane_ == 0) {
-        const CUtensorMap& map = is_v ? job_.v : job_.k;
-        const int row = tile.row + first - tile.first;
-        expect_bytes(barrier, Plan::kSideBytes);
-        copy_box(to, map, {0, row, tile.kv_head, 0}, barrier);
-        copy_box(to + Plan::kSideHalf, map, {kHalf, row, tile.kv_head, 0}, barrier);
-      }
-    }
-    ring_.advance();
+    const auto stage = static_cast<int>(side % Plan::kStages);
+    const Place place{Plan::side(shared_, stage), Plan::full(shared_, stage),
+                      Plan::empty(shared_, stage), side / Plan::kStages % 2 ^ 1};
+    if (index < keys.past_tiles) return copy_pages(tile, keys.oldest, first, place, is_v);
+    await_phase(place.empty, place.parity);
+    if (lane_ != 0) return;
+    const CUtensorMap& map = is_v ? job_.v : job_.k;
+    const int row = tile.row + first - tile.first;
+    expect_bytes(place.full, Plan::kSideBytes);
+    copy_box(place.to, map, {0, row, tile.kv_head, 0}, place.full);
+    copy_box(place.to + Plan::kSideHalf, map, {kHalf, row, tile.kv_head, 0}, place.full);
   }
+
+  struct Place {
+    uint32_t to, full, empty, parity;
+  };
 
   // A lane has a group of 16 keys, at position `first` and on. Groups that no query sees are left
   // as they are; what stands for a page that is not there is NaN.
   __device__ __forceinline__ void copy_pages(const QueryTile& tile, int oldest, int first,
-                                             uint32_t to, uint32_t barrier, bool is_v) const {
+                                             const Place& place, bool is_v) const {
     constexpr int kGroups = Plan::kKeys / kPageGroup;
     constexpr uint32_t kPagesBytes = kPageGroup * kHalfRowBytes;  // of each half
     const int key = first + lane_ * kPageGroup;
@@ -270,17 +285,17 @@ class PrefillCopier {
     int page = -1;
     if (wanted) page = job_.in.block_table[tile.request * job_.in.width + key / page_size];
     const bool there = wanted && page >= 0 && page < job_.blocks;
-    const uint32_t own = to + lane_ * kPagesBytes;
-    await_phase(Plan::empty(shared_, ring_.stage), ring_.parity ^ 1);
+    const uint32_t own = place.to + lane_ * kPagesBytes;
+    await_phase(place.empty, place.parity);
     if (wanted && !there) put_nan(own, kPagesBytes);
     const unsigned groups = __popc(__ballot_sync(0xffffffffu, there));
-    if (lane_ == 0) expect_bytes(barrier, groups * 2 * kPagesBytes);
+    if (lane_ == 0) expect_bytes(place.full, groups * 2 * kPagesBytes);
     __syncwarp();
     if (there) {
       const CUtensorMap& map = is_v ? job_.v_pages : job_.k_pages;
       const int row = key % page_size;
-      copy_box(own, map, {0, row, tile.kv_head, page}, barrier);
-      copy_box(own + Plan::kSideHalf, map, {kHalf, row, tile.kv_head, page}, barrier);
+      copy_box(own, map, {0, row, tile.kv_head, page}, place.full);
+      copy_box(own + Plan::kSideHalf, map, {kHalf, row, tile.kv_head, page}, place.full);
     }
   }
 
@@ -297,7 +312,8 @@ class PrefillCopier {
   const Job& job_;
   uint32_t shared_;
   int lane_;
-  Ring<Plan::kStages> ring_;
+  uint32_t warp_;
+  uint32_t side_ = 0;  // the first of the tile of queries
 };
 
 // ------------------------------------------------------------------------------ products
@@ -325,7 +341,7 @@ class PrefillMultiplier {
       if (index >= schedule.count()) break;
       const QueryTile tile = schedule.tile(index);
       const KeyTiles keys = key_tiles(tile.context, tile.first, tile.last, job_.in.window, kKeys);
-      if constexpr (kMultiplying == 2) {
+      if constexpr (Plan::kAhead) {
         attend(keys, tile.first + query(), tile.last);
       } else {
         attend_simply(keys, tile.first + query(), tile.last);
@@ -343,10 +359,12 @@ class PrefillMultiplier {
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
   __device__ __forceinline__ void await_turn() const {
-    if constexpr (kMultiplying == 2) sync_threads<2 * kWarpgroup>(kFirstTurn + group());
+    if constexpr (Plan::kAhead) sync_threads<2 * kWarpgroup>(kFirstTurn + group());
   }
   __device__ __forceinline__ void pass_turn() const {
-    if constexpr (kMultiplying == 2) pass_threads<2 * kWarpgroup>(kFirstTurn + 1 - group());
+    if constexpr (Plan::kAhead) {
+      pass_threads<2 * kWarpgroup>(kFirstTurn + (group() + 1) % kMultiplying);
+    }
   }
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
@@ -372,7 +390,7 @@ class PrefillMultiplier {
     of_keys.advance();
     Side of_values = of_keys;
     if (keys.tiles > 1) of_values.advance();
-    if constexpr (Plan::kVariant != 1) await(of_values);
+    await(of_values);
 #pragma unroll 1
     for (int i = 1; i < keys.tiles; ++i) {
       await(of_keys);
@@ -380,7 +398,6 @@ class PrefillMultiplier {
       begin_products();
       hand_in_logits(of_keys.stage);
       close_products();
-      if constexpr (Plan::kVariant == 1) await(of_values);
       clear_values(keys, i - 1, last, of_values.stage);
       begin_products();
       hand_in_values(of_values.stage, i > 1);
@@ -400,15 +417,13 @@ class PrefillMultiplier {
       of_keys.advance();
       of_values = of_keys;
       if (i + 1 < keys.tiles) of_values.advance();
-      if constexpr (Plan::kVariant == 1) await(of_keys);
-      else await(of_values);
+      await(of_values);
       await_products<0>();
       settle(rows_.out);
       release(Plan::empty(shared_, previous));
-      rows_.multiply_out(factor);
+      if (!Plan::kSkip || __any_sync(0xffffffffu, factor.x != 1.0f || factor.y != 1.0f)) rows_.multiply_out(factor);
       rows_.round_weights();
     }
-    if constexpr (Plan::kVariant == 1) await(of_values);
     clear_values(keys, keys.tiles - 1, last, of_values.stage);
     begin_products();
     hand_in_values(of_values.stage, keys.tiles > 1);
@@ -435,7 +450,7 @@ class PrefillMultiplier {
       ring_.advance();
       mask(keys, i, position, last);
       const float2 factor = rows_.weigh(job_.scale);
-      if (i > 0) rows_.multiply_out(factor);
+      if (i > 0 && (!Plan::kSkip || __any_sync(0xffffffffu, factor.x != 1.0f || factor.y != 1.0f))) rows_.multiply_out(factor);
       rows_.round_weights();
       await(ring_);
       clear_values(keys, i, last, ring_.stage);
@@ -585,7 +600,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     prefetch_map(job.k);
     prefetch_map(job.v);
     init_barrier(Plan::query_full(shared), 1);
-    init_barrier(Plan::query_empty(shared), kMultiplying * 4);
+    init_barrier(Plan::query_empty(shared), kMultiplying * 4 + 3);  // and the other copying warps
     for (int i = 0; i < Plan::kStages; ++i) {
       init_barrier(Plan::full(shared, i), 1);
       init_barrier(Plan::empty(shared, i), kMultiplying * 4);
@@ -597,9 +612,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
   const Schedule<Plan> schedule(job, ends, told);
   if (thread >= kMultiplying * kWarpgroup) {
     give_registers<Plan::kToCopy>();
-    if (thread < kMultiplying * kWarpgroup + kWarp) {
-      PrefillCopier<Plan>(job, shared).run(schedule);
-    }
+    PrefillCopier<Plan>(job, shared).run(schedule);
   } else {
     take_registers<Plan::kToMultiply>();
     PrefillMultiplier<Plan>(job, shared).run(schedule);
@@ -685,9 +698,10 @@ bool attention_prefill_fits(const AttentionPrefill& in) {
 cudaError_t attention_prefill(const AttentionPrefill& in, const Launch& launch) {
   const char* v = getenv("FLINT_PREFILL");
   switch (v ? v[0] : '0') {
-    case '1': return launch_chunks<PrefillPlan<2, 176, 4, 1>>(in, launch);
-    case '2': return launch_chunks<PrefillPlan<2, 128, 5, 1>>(in, launch);
-    case '3': return launch_chunks<PrefillPlan<3, 128, 5>>(in, launch);
+    case '1': return launch_chunks<PrefillPlan<3, 128, 5>>(in, launch);
+    case '2': return launch_chunks<PrefillPlan<3, 128, 5, 2>>(in, launch);
+    case '3': return launch_chunks<PrefillPlan<3, 80, 8, 3>>(in, launch);
+    case '4': return launch_chunks<PrefillPlan<3, 80, 8, 4>>(in, launch);
   }
   return launch_chunks<Wide>(in, launch);
 }

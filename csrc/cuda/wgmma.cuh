@@ -141,6 +141,12 @@ __device__ __forceinline__ void multiply_shared(float (&sums)[kRows / 2], uint64
 FLINT_MULTIPLY_SHARED(128, FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", " FLINT_TEXT_3,
                       "%64", "%65", "%66", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32),
                       FLINT_SUMS(48))
+FLINT_MULTIPLY_SHARED(80, FLINT_TEXT_0 ", " FLINT_TEXT_1 ", %32, %33, %34, %35, %36, %37, %38, %39",
+                      "%40", "%41", "%42", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_FOUR(32), FLINT_FOUR(36))
+FLINT_MULTIPLY_SHARED(96, FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2,
+                      "%48", "%49", "%50", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32))
+FLINT_MULTIPLY_SHARED(112, FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", %48, %49, %50, %51, %52, %53, %54, %55",
+                      "%56", "%57", "%58", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32), FLINT_FOUR(48), FLINT_FOUR(52))
 FLINT_MULTIPLY_SHARED(160,
                       FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", " FLINT_TEXT_3
                                    ", " FLINT_TEXT_4,
