@@ -31,16 +31,16 @@ namespace {
 constexpr int kHalf = 64;  // elements of a row that stand together in shared memory
 constexpr uint32_t kHalfRowBytes = kHalf * 2;
 constexpr int kLeastQueries = 16;  // of a tile
+constexpr uint32_t kTold = 4;  // tiles that those of a CTA have been told of at most, and that are in use
 constexpr uint32_t kGroupBytes = 64 * kHalfRowBytes;  // of a warpgroup's rows, half of them
 static_assert(kPrefillHeadDim == 2 * kHalf);
 
 // How a CTA is laid out: kMultiplying_ warpgroups that multiply, tiles of kKeys_ keys, kStages_ of
 // them on one side (K or V) each.
-template <int kMultiplying_, int kKeys_, int kStages_, int kVariant_ = 0>
+template <int kMultiplying_, int kKeys_, int kStages_, bool kAhead_, bool kSkip_ = false>
 struct PrefillPlan {
   static constexpr int kMultiplying = kMultiplying_, kKeys = kKeys_, kStages = kStages_;
-  static constexpr int kVariant = kVariant_;
-  static constexpr bool kAhead = kMultiplying == 2 || kVariant >= 3, kSkip = kVariant == 2 || kVariant == 4;
+  static constexpr bool kAhead = kAhead_, kSkip = kSkip_;
   static constexpr int kThreads = (kMultiplying + 1) * kWarpgroup;
   static constexpr int kQueries = kMultiplying * 64 / kPrefillGroup;
   // Registers of a thread.
@@ -52,7 +52,7 @@ struct PrefillPlan {
   static constexpr uint32_t kQuery = 0;
   static constexpr uint32_t kRing = kQuery + 2 * kQueryHalf;
   static constexpr uint32_t kBarriers = kRing + kStages * kSideBytes;
-  static constexpr uint32_t kEnds = kBarriers + 8 * (2 + 2 * kStages);
+  static constexpr uint32_t kEnds = kBarriers + 8 * (2 + kTold + 2 * kStages);
   static constexpr uint32_t kEnd = kEnds + 4 * (kMostPrefillRequests + 1);
   static constexpr uint32_t kSharedBytes = kEnd + 1024;  // the start is moved to 1024 bytes
   static_assert(kSideHalf % 1024 == 0 && kKeys % kPageGroup == 0);
@@ -64,11 +64,14 @@ struct PrefillPlan {
   static __device__ __forceinline__ uint32_t query_empty(uint32_t shared) {
     return shared + kBarriers + 8;
   }
+  static __device__ __forceinline__ uint32_t told(uint32_t shared, uint32_t round) {
+    return shared + kBarriers + 16 + 8 * (round % kTold);
+  }
   static __device__ __forceinline__ uint32_t full(uint32_t shared, int stage) {
-    return shared + kBarriers + 16 + 8 * stage;
+    return shared + kBarriers + 16 + 8 * (kTold + stage);
   }
   static __device__ __forceinline__ uint32_t empty(uint32_t shared, int stage) {
-    return shared + kBarriers + 16 + 8 * (kStages + stage);
+    return shared + kBarriers + 16 + 8 * (kTold + kStages + stage);
   }
   static __device__ __forceinline__ uint32_t side(uint32_t shared, int stage) {
     return shared + kRing + stage * kSideBytes;
@@ -131,27 +134,33 @@ class Schedule {
     return *broken == 0;
   }
 
-  __device__ __forceinline__ Schedule(const Job& job, const int* ends, volatile int* told)
-      : job_(job), ends_(ends), told_(told) {}
-
-  // Who copies tells who multiplies; a barrier is between them. What was told is there until the
-  // tile after the next one is.
-  __device__ __forceinline__ void tell(uint32_t round, int index) const {
-    told_[round % 2] = index;
-  }
-  __device__ __forceinline__ int told(uint32_t round) const { return told_[round % 2]; }
+  __device__ __forceinline__ Schedule(const Job& job, const int* ends, volatile int* told,
+                                      uint32_t shared)
+      : job_(job), ends_(ends), told_(told), shared_(shared) {}
 
   __device__ __forceinline__ int count() const {
     return ends_[job_.in.requests] * job_.in.kv_heads;
   }
 
-  // By one thread: the tile after `index` for this CTA; there is none from count() on. With the
-  // last CTA that is told so the counter is back to zero.
-  __device__ __forceinline__ int after(int index) const {
-    if (index < 0) return static_cast<int>(blockIdx.x);
+  // By one thread: one more tile for this CTA; there is none from count() on. Called once for each
+  // tile that there is, so that at the end the counter is back to zero.
+  __device__ __forceinline__ int take() const {
     const auto last = static_cast<uint32_t>(count() - 1);
     return static_cast<int>(gridDim.x + arrive_at(job_.in.counter, last));
   }
+
+  // By one thread: tells the others of the CTA of tile number `round`.
+  __device__ __forceinline__ void tell(uint32_t round, int index) const {
+    told_[round % kTold] = index;
+    arrive(Plan::told(shared_, round));
+  }
+  __device__ __forceinline__ int wait(uint32_t round) const {
+    await_phase(Plan::told(shared_, round), round / kTold % 2);
+    return told(round);
+  }
+  // Once more. It is there until all are behind the tile after the next one, since q is not copied
+  // before.
+  __device__ __forceinline__ int told(uint32_t round) const { return told_[round % kTold]; }
 
   __device__ __forceinline__ QueryTile tile(int index) const {
     const int kv_heads = job_.in.kv_heads;
@@ -188,62 +197,68 @@ class Schedule {
   const Job& job_;
   const int* ends_;
   volatile int* told_;
+  uint32_t shared_;
 };
 
 // ------------------------------------------------------------------------------ copies
 
-// By the warps of a warpgroup: keep tiles on their way, each every fourth side, in the order in which
-// they are read. The first warp also takes the tiles of queries, and copies q.
+// The warps of a warpgroup that copy. The first one takes tiles of queries and copies q; the others
+// keep keys and values on their way, each every third side, in the order in which they are read.
 template <typename Plan>
 class PrefillCopier {
  public:
+  static constexpr uint32_t kWarps = 3;
+
   __device__ __forceinline__ PrefillCopier(const Job& job, uint32_t shared)
-      : job_(job), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarp) {
-    // By a shuffle, so that it is seen to be the same in all lanes.
-    warp_ = __shfl_sync(0xffffffffu, threadIdx.x % kWarpgroup / kWarp, 0);
-  }
+      : job_(job), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarp) {}
 
   __device__ __forceinline__ void run(const Schedule<Plan>& schedule) {
-    const int count = schedule.count();
-    int index = -1;
-    for (uint32_t round = 0;; ++round) {
-      if (warp_ == 0) {
-        if (lane_ == 0) index = schedule.after(index);
-        index = __shfl_sync(0xffffffffu, index, 0);
-        await_phase(Plan::query_empty(shared_), round % 2 ^ 1);
-        if (lane_ == 0) {
-          schedule.tell(round, index);
-          if (index < count) copy_queries(schedule.tile(index));
-          else arrive(Plan::query_full(shared_));
-        }
-        __syncwarp();
-      } else {
-        await_phase(Plan::query_full(shared_), round % 2);
-        index = schedule.told(round);
-        __syncwarp();
-        if (lane_ == 0) arrive(Plan::query_empty(shared_));
-      }
-      if (index >= count) return;
-      const QueryTile tile = schedule.tile(index);
-      const KeyTiles keys =
-          key_tiles(tile.context, tile.first, tile.last, job_.in.window, Plan::kKeys);
-      const int sides = 2 * keys.tiles;
-#pragma unroll 1
-      for (int i = (warp_ - side_) % 4; i < sides; i += 4) {
-        if constexpr (Plan::kAhead) {
-          // Keys of tile 0, of 1, values of 0, keys of 2, ..., values of the last but one, of the
-          // last.
-          const bool is_v = i + 1 == sides || (i > 0 && i % 2 == 0);
-          copy_side(tile, keys, is_v ? (i - 1) / 2 : (i + 1) / 2, is_v, side_ + i);
-        } else {
-          copy_side(tile, keys, i / 2, i % 2 != 0, side_ + i);
-        }
-      }
-      side_ += sides;
-    }
+    // By a shuffle, so that it is seen to be the same in all lanes.
+    const uint32_t warp = __shfl_sync(0xffffffffu, threadIdx.x % kWarpgroup / kWarp, 0);
+    if (warp > 0) return copy_sides(schedule, warp - 1);
+    if (lane_ == 0) take_tiles(schedule);
   }
 
  private:
+  // By one thread. What comes next is told while q of the tile before is still in use.
+  __device__ __forceinline__ void take_tiles(const Schedule<Plan>& schedule) const {
+    auto index = static_cast<int>(blockIdx.x);
+    schedule.tell(0, index);
+    for (uint32_t round = 0; index < schedule.count(); ++round) {
+      const int following = schedule.take();
+      const QueryTile tile = schedule.tile(index);
+      await_phase(Plan::query_empty(shared_), round % 2 ^ 1);
+      copy_queries(tile);
+      schedule.tell(round + 1, following);
+      index = following;
+    }
+  }
+
+  __device__ __forceinline__ void copy_sides(const Schedule<Plan>& schedule, uint32_t warp) const {
+    uint32_t before = 0;  // sides of the tiles of queries before
+    for (uint32_t round = 0;; ++round) {
+      const int index = schedule.wait(round);
+      if (index >= schedule.count()) return;
+      const QueryTile tile = schedule.tile(index);
+      const KeyTiles keys =
+          key_tiles(tile.context, tile.first, tile.last, job_.in.window, Plan::kKeys);
+      const uint32_t sides = 2 * keys.tiles;
+#pragma unroll 1
+      for (uint32_t i = (warp + kWarps - before % kWarps) % kWarps; i < sides; i += kWarps) {
+        // Keys of tile 0, of 1, values of 0, keys of 2, ..., values of the last but one, of the
+        // last; or keys and values in turns.
+        bool is_v = i % 2 != 0;
+        uint32_t of = i / 2;
+        if constexpr (Plan::kAhead) {
+          is_v = i + 1 == sides || (i > 0 && i % 2 == 0);
+          of = is_v ? (i - 1) / 2 : (i + 1) / 2;
+        }
+        copy_side(tile, keys, static_cast<int>(of), is_v, before + i);
+      }
+      before += sides;
+    }
+  }
+
   __device__ __forceinline__ void copy_queries(const QueryTile& tile) const {
     const uint32_t barrier = Plan::query_full(shared_), to = shared_ + Plan::kQuery;
     expect_bytes(barrier, 2 * Plan::kQueryHalf);
@@ -259,11 +274,11 @@ class PrefillCopier {
     const auto stage = static_cast<int>(side % Plan::kStages);
     const Place place{Plan::side(shared_, stage), Plan::full(shared_, stage),
                       Plan::empty(shared_, stage), side / Plan::kStages % 2 ^ 1};
-    if (index < keys.past_tiles) return copy_pages(tile, keys.oldest, first, place, is_v);
+    if (index < keys.past_tiles) return copy_pages(tile, keys, first, place, is_v);
     await_phase(place.empty, place.parity);
     if (lane_ != 0) return;
     const CUtensorMap& map = is_v ? job_.v : job_.k;
-    const int row = tile.row + first - tile.first;
+    const int row = tile.row - tile.first + first;
     expect_bytes(place.full, Plan::kSideBytes);
     copy_box(place.to, map, {0, row, tile.kv_head, 0}, place.full);
     copy_box(place.to + Plan::kSideHalf, map, {kHalf, row, tile.kv_head, 0}, place.full);
@@ -275,12 +290,13 @@ class PrefillCopier {
 
   // A lane has a group of 16 keys, at position `first` and on. Groups that no query sees are left
   // as they are; what stands for a page that is not there is NaN.
-  __device__ __forceinline__ void copy_pages(const QueryTile& tile, int oldest, int first,
+  __device__ __forceinline__ void copy_pages(const QueryTile& tile, const KeyTiles& keys, int first,
                                              const Place& place, bool is_v) const {
     constexpr int kGroups = Plan::kKeys / kPageGroup;
     constexpr uint32_t kPagesBytes = kPageGroup * kHalfRowBytes;  // of each half
     const int key = first + lane_ * kPageGroup;
-    const bool wanted = lane_ < kGroups && key < tile.context && key + kPageGroup > oldest;
+    const bool wanted =
+        lane_ < kGroups && key < keys.chunk_first && key + kPageGroup > keys.oldest;
     const auto page_size = static_cast<int>(job_.in.cache.page_size);
     int page = -1;
     if (wanted) page = job_.in.block_table[tile.request * job_.in.width + key / page_size];
@@ -312,8 +328,6 @@ class PrefillCopier {
   const Job& job_;
   uint32_t shared_;
   int lane_;
-  uint32_t warp_;
-  uint32_t side_ = 0;  // the first of the tile of queries
 };
 
 // ------------------------------------------------------------------------------ products
@@ -336,11 +350,11 @@ class PrefillMultiplier {
   __device__ __forceinline__ void run(const Schedule<Plan>& schedule) {
     if (group() == kMultiplying - 1) pass_turn();  // the first one is that of warpgroup 0
     for (uint32_t round = 0;; ++round) {
-      await_phase(Plan::query_full(shared_), round % 2);
-      const int index = schedule.told(round);
+      const int index = schedule.wait(round);
       if (index >= schedule.count()) break;
       const QueryTile tile = schedule.tile(index);
       const KeyTiles keys = key_tiles(tile.context, tile.first, tile.last, job_.in.window, kKeys);
+      await_phase(Plan::query_full(shared_), round % 2);
       if constexpr (Plan::kAhead) {
         attend(keys, tile.first + query(), tile.last);
       } else {
@@ -421,7 +435,7 @@ class PrefillMultiplier {
       await_products<0>();
       settle(rows_.out);
       release(Plan::empty(shared_, previous));
-      if (!Plan::kSkip || __any_sync(0xffffffffu, factor.x != 1.0f || factor.y != 1.0f)) rows_.multiply_out(factor);
+      rows_.multiply_out(factor);
       rows_.round_weights();
     }
     clear_values(keys, keys.tiles - 1, last, of_values.stage);
@@ -590,7 +604,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDACC__)
   extern __shared__ uint8_t dynamic[];
   __shared__ int broken;
-  __shared__ int told[2];
+  __shared__ int told[kTold];
   const uint32_t shared = (shared_address(dynamic) + 1023) & ~1023u;
   int* ends = reinterpret_cast<int*>(dynamic + (shared - shared_address(dynamic)) + Plan::kEnds);
   constexpr int kMultiplying = Plan::kMultiplying;
@@ -600,7 +614,8 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     prefetch_map(job.k);
     prefetch_map(job.v);
     init_barrier(Plan::query_full(shared), 1);
-    init_barrier(Plan::query_empty(shared), kMultiplying * 4 + 3);  // and the other copying warps
+    init_barrier(Plan::query_empty(shared), kMultiplying * 4);
+    for (uint32_t i = 0; i < kTold; ++i) init_barrier(Plan::told(shared, i), 1);
     for (int i = 0; i < Plan::kStages; ++i) {
       init_barrier(Plan::full(shared, i), 1);
       init_barrier(Plan::empty(shared, i), kMultiplying * 4);
@@ -609,7 +624,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
   }
   wait_for_previous_kernel();
   if (!Schedule<Plan>::prepare(job, ends, &broken)) return fill_with_nan(job);
-  const Schedule<Plan> schedule(job, ends, told);
+  const Schedule<Plan> schedule(job, ends, told, shared);
   if (thread >= kMultiplying * kWarpgroup) {
     give_registers<Plan::kToCopy>();
     PrefillCopier<Plan>(job, shared).run(schedule);
@@ -622,7 +637,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
 
 // ------------------------------------------------------------------------------ launch
 
-using Wide = PrefillPlan<2, 176, 4>;
+using Wide = PrefillPlan<2, 176, 4, true>;
 
 cudaError_t describe_job(const AttentionPrefill& in, int queries, int keys, Job* job) {
   const int heads = in.kv_heads * kPrefillGroup;
@@ -698,10 +713,9 @@ bool attention_prefill_fits(const AttentionPrefill& in) {
 cudaError_t attention_prefill(const AttentionPrefill& in, const Launch& launch) {
   const char* v = getenv("FLINT_PREFILL");
   switch (v ? v[0] : '0') {
-    case '1': return launch_chunks<PrefillPlan<3, 128, 5>>(in, launch);
-    case '2': return launch_chunks<PrefillPlan<3, 128, 5, 2>>(in, launch);
-    case '3': return launch_chunks<PrefillPlan<3, 80, 8, 3>>(in, launch);
-    case '4': return launch_chunks<PrefillPlan<3, 80, 8, 4>>(in, launch);
+    case '1': return launch_chunks<PrefillPlan<3, 128, 5, false>>(in, launch);
+    case '2': return launch_chunks<PrefillPlan<3, 128, 5, false, true>>(in, launch);
+    case '3': return launch_chunks<PrefillPlan<3, 80, 8, true>>(in, launch);
   }
   return launch_chunks<Wide>(in, launch);
 }

@@ -21,6 +21,17 @@ struct SeenKeys {
   int low[2], high[2];
 };
 
+// How many of a lane's columns (of each eight the first two, from its own first on) lie before the
+// column `end`.
+__device__ __forceinline__ int columns_below(int end) {
+  return end <= 0 ? 0 : (end - 1) / 8 * 2 + ((end - 1) % 8 == 0 ? 1 : 2);
+}
+
+// The bits from number `first` on.
+__device__ __forceinline__ uint32_t bits_from(int first) {
+  return first >= 32 ? 0 : 0xffffffffu << max(first, 0);
+}
+
 template <int kKeys>
 class RowAttention {
  public:
@@ -37,11 +48,20 @@ class RowAttention {
     total[0] = total[1] = 0.0f;
   }
 
+  // In words of bits, which the compiler moves into predicates eight at a time.
   __device__ __forceinline__ void mask(const SeenKeys& seen) {
 #pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      const int key = i / 4 * 8 + i % 2, query = i / 2 % 2;
-      if (key < seen.low[query] || key > seen.high[query]) logits[i] = -INFINITY;
+    for (int query = 0; query < 2; ++query) {
+      const int begin = columns_below(seen.low[query]), end = columns_below(seen.high[query] + 1);
+#pragma unroll
+      for (int word = 0; word < kKeys / 4; word += 32) {
+        const uint32_t bits = bits_from(begin - word) & ~bits_from(end - word);
+#pragma unroll
+        for (int i = 0; i < 32 && word + i < kKeys / 4; ++i) {
+          float& logit = logits[(word + i) / 2 * 4 + query * 2 + i % 2];
+          if ((bits & 1u << i) == 0) logit = -INFINITY;
+        }
+      }
     }
   }
 
