@@ -1,6 +1,6 @@
 // How prefill attention is cut into tiles of queries and of keys: for the host and the device. What
-// a tile has follows from the queries' place in their own chunk, the chunk's past and the window, so
-// that batchmates change no bit of a result.
+// a tile has follows from the queries' place in their own chunk, the chunk's past and the window,
+// so that batchmates change no bit of a result.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@ namespace flint {
 inline constexpr int kPageGroup = 16;
 
 // Keys in tiles of a fixed number, by position: those of the past, from a whole group on, and then
-// those of the chunk. The first of `past` keys begins at `past_first`, the chunk's at `chunk_first`.
+// those of the chunk. The first of `past` keys begins at `past_first`, the chunk's at
+// `chunk_first`.
 struct KeyTiles {
   int oldest;  // that any query sees
   int past_first, past_tiles;
@@ -36,12 +37,12 @@ FLINT_HD constexpr int first_key(const KeyTiles& of, int tile, int keys) {
                               : of.chunk_first + (tile - of.past_tiles) * keys;
 }
 
-static_assert(key_tiles(0, 8176, 8191, 513, 176).tiles == 3);
-static_assert(key_tiles(0, 8176, 8191, 513, 176).chunk_first == 7664);
-static_assert(key_tiles(100, 100, 115, 0, 176).past_tiles == 1);
-static_assert(key_tiles(100, 100, 115, 0, 176).tiles == 2);
-static_assert(key_tiles(100, 100, 100, 1, 176).past_tiles == 0);
-static_assert(key_tiles(513, 513, 528, 513, 176).past_first == 0);
-static_assert(key_tiles(545, 545, 560, 513, 176).past_first == 32);
+static_assert(key_tiles(0, 8160, 8183, 513, 80).tiles == 7);
+static_assert(key_tiles(0, 8160, 8183, 513, 80).chunk_first == 7648);
+static_assert(key_tiles(100, 100, 123, 0, 80).past_tiles == 2);
+static_assert(key_tiles(100, 100, 123, 0, 80).tiles == 3);
+static_assert(key_tiles(100, 100, 100, 1, 80).past_tiles == 0);
+static_assert(key_tiles(513, 513, 528, 513, 80).past_first == 0);
+static_assert(key_tiles(545, 545, 560, 513, 80).past_first == 32);
 
 }  // namespace flint

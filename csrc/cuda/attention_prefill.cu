@@ -1,16 +1,14 @@
-// Prefill attention on Hopper: tiles of 16 queries with the eight heads that share a KV head, 128
-// rows of one product, over tiles of keys.
+// Prefill attention on Hopper: tiles of 24 queries with the eight heads that share a KV head, 192
+// rows of one product, over tiles of 80 keys.
 //
-// A CTA is three warpgroups. One copies: q of a tile, then its keys and values, which go round a
+// A CTA is four warpgroups. One copies: a warp q, and three the keys and values, which go round a
 // ring (from the chunk's tensors in boxes of a whole tile, from the cache's pages in groups of 16
-// rows). The other two multiply, 64 rows each: while a warpgroup's softmax of one tile of keys goes
-// on, its product of the weights before with their values does, and the other warpgroup's products;
-// the two take turns in handing in theirs. CTAs are persistent: the copies of a tile of queries
-// begin while the one before it is still computed.
+// rows). The other three multiply, 64 rows each: while a warpgroup's softmax of one tile of keys
+// goes on, so do its product of the weights before with their values, and the other warpgroups'
+// products; they take turns in handing theirs in. CTAs are persistent, and take one tile of queries
+// after the other by a counter: the next one's copies begin while the one before it is computed.
 //
 // A row sees its keys in tiles that begin at the same positions whatever else is in the batch.
-#include <algorithm>
-#include <cstdlib>
 #include <initializer_list>
 
 #include "attention_tiles.h"
@@ -28,55 +26,53 @@
 namespace flint::cuda {
 namespace {
 
+constexpr float kLog2e = 1.44269504f;
 constexpr int kHalf = 64;  // elements of a row that stand together in shared memory
 constexpr uint32_t kHalfRowBytes = kHalf * 2;
-constexpr int kLeastQueries = 16;  // of a tile
-constexpr uint32_t kTold = 4;  // tiles that those of a CTA have been told of at most, and that are in use
-constexpr uint32_t kGroupBytes = 64 * kHalfRowBytes;  // of a warpgroup's rows, half of them
 static_assert(kPrefillHeadDim == 2 * kHalf);
 
-// How a CTA is laid out: kMultiplying_ warpgroups that multiply, tiles of kKeys_ keys, kStages_ of
-// them on one side (K or V) each.
-template <int kMultiplying_, int kKeys_, int kStages_, bool kAhead_, bool kSkip_ = false>
-struct PrefillPlan {
-  static constexpr int kMultiplying = kMultiplying_, kKeys = kKeys_, kStages = kStages_;
-  static constexpr bool kAhead = kAhead_, kSkip = kSkip_;
-  static constexpr int kThreads = (kMultiplying + 1) * kWarpgroup;
-  static constexpr int kQueries = kMultiplying * 64 / kPrefillGroup;
-  // Registers of a thread.
-  static constexpr int kToMultiply = kMultiplying == 2 ? 232 : kKeys == 80 ? 152 : 160;
-  static constexpr int kToCopy = kMultiplying == 2 ? 40 : kKeys == 80 ? 56 : 32;
-  static constexpr uint32_t kQueryHalf = kMultiplying * kGroupBytes;
-  static constexpr uint32_t kSideHalf = kKeys * kHalfRowBytes;
-  static constexpr uint32_t kSideBytes = 2 * kSideHalf;
-  static constexpr uint32_t kQuery = 0;
-  static constexpr uint32_t kRing = kQuery + 2 * kQueryHalf;
-  static constexpr uint32_t kBarriers = kRing + kStages * kSideBytes;
-  static constexpr uint32_t kEnds = kBarriers + 8 * (2 + kTold + 2 * kStages);
-  static constexpr uint32_t kEnd = kEnds + 4 * (kMostPrefillRequests + 1);
-  static constexpr uint32_t kSharedBytes = kEnd + 1024;  // the start is moved to 1024 bytes
-  static_assert(kSideHalf % 1024 == 0 && kKeys % kPageGroup == 0);
-  static_assert(kKeys / kPageGroup <= kWarp && kSharedBytes <= 227 * 1024);
+constexpr int kMultiplying = 3;  // warpgroups
+constexpr int kThreads = (kMultiplying + 1) * kWarpgroup;
+constexpr int kRows = 64;  // of each
+constexpr int kQueries = kMultiplying * kRows / kPrefillGroup;
+constexpr int kKeys = 80;
+constexpr int kStages = 8;     // tiles of keys in shared memory, on one side (K or V) each
+constexpr uint32_t kTold = 4;  // numbers of tiles of queries in shared memory
+// Registers of a thread.
+constexpr int kToMultiply = 152, kToCopy = 56;
+static_assert(kMultiplying * kToMultiply + kToCopy <= 512 && kKeys % kPageGroup == 0);
 
-  static __device__ __forceinline__ uint32_t query_full(uint32_t shared) {
-    return shared + kBarriers;
-  }
-  static __device__ __forceinline__ uint32_t query_empty(uint32_t shared) {
-    return shared + kBarriers + 8;
-  }
-  static __device__ __forceinline__ uint32_t told(uint32_t shared, uint32_t round) {
-    return shared + kBarriers + 16 + 8 * (round % kTold);
-  }
-  static __device__ __forceinline__ uint32_t full(uint32_t shared, int stage) {
-    return shared + kBarriers + 16 + 8 * (kTold + stage);
-  }
-  static __device__ __forceinline__ uint32_t empty(uint32_t shared, int stage) {
-    return shared + kBarriers + 16 + 8 * (kTold + kStages + stage);
-  }
-  static __device__ __forceinline__ uint32_t side(uint32_t shared, int stage) {
-    return shared + kRing + stage * kSideBytes;
-  }
-};
+// The places in shared memory, in bytes.
+constexpr uint32_t kGroupBytes = kRows * kHalfRowBytes;  // half of a warpgroup's rows
+constexpr uint32_t kQueryHalf = kMultiplying * kGroupBytes;
+constexpr uint32_t kSideHalf = kKeys * kHalfRowBytes, kSideBytes = 2 * kSideHalf;
+constexpr uint32_t kQueryPlace = 0;
+constexpr uint32_t kRingPlace = kQueryPlace + 2 * kQueryHalf;
+constexpr uint32_t kBarriersPlace = kRingPlace + kStages * kSideBytes;
+constexpr uint32_t kEndsPlace = kBarriersPlace + 8 * (2 + kTold + 2 * kStages);
+constexpr uint32_t kEnd = kEndsPlace + 4 * (kMostPrefillRequests + 1);
+constexpr uint32_t kSharedBytes = kEnd + 1024;  // the start is moved to 1024 bytes
+static_assert(kSideHalf % 1024 == 0 && kSharedBytes <= 227 * 1024);
+
+// Addresses of the barriers and of a side, where a CTA's shared memory begins at `shared`.
+__device__ __forceinline__ uint32_t query_full_at(uint32_t shared) {
+  return shared + kBarriersPlace;
+}
+__device__ __forceinline__ uint32_t query_empty_at(uint32_t shared) {
+  return shared + kBarriersPlace + 8;
+}
+__device__ __forceinline__ uint32_t told_at(uint32_t shared, uint32_t round) {
+  return shared + kBarriersPlace + 16 + 8 * (round % kTold);
+}
+__device__ __forceinline__ uint32_t full_at(uint32_t shared, int stage) {
+  return shared + kBarriersPlace + 16 + 8 * (kTold + stage);
+}
+__device__ __forceinline__ uint32_t empty_at(uint32_t shared, int stage) {
+  return shared + kBarriersPlace + 16 + 8 * (kTold + kStages + stage);
+}
+__device__ __forceinline__ uint32_t side_at(uint32_t shared, int stage) {
+  return shared + kRingPlace + stage * kSideBytes;
+}
 
 struct Job {
   CUtensorMap q, k, v, k_pages, v_pages;
@@ -98,7 +94,6 @@ struct QueryTile {
 
 // All tiles, in the order in which CTAs take them. In shared memory `ends[b]` is how many tiles of
 // queries the requests before b have.
-template <typename Plan>
 class Schedule {
  public:
   // By all threads. False where the offsets are broken.
@@ -109,11 +104,11 @@ class Schedule {
       *broken = job.in.cu_seqlens[0] != 0 || job.in.cu_seqlens[requests] != job.in.rows;
     }
     __syncthreads();
-    for (int b = static_cast<int>(threadIdx.x); b < requests; b += Plan::kThreads) {
+    for (int b = static_cast<int>(threadIdx.x); b < requests; b += kThreads) {
       const int begin = job.in.cu_seqlens[b], end = job.in.cu_seqlens[b + 1];
       const bool rises = 0 <= begin && begin <= end && end <= job.in.rows;
       if (!rises) *broken = 1;
-      ends[b + 1] = rises ? (end - begin + Plan::kQueries - 1) / Plan::kQueries : 0;
+      ends[b + 1] = rises ? (end - begin + kQueries - 1) / kQueries : 0;
     }
     __syncthreads();
     if (threadIdx.x < kWarp) {
@@ -152,10 +147,10 @@ class Schedule {
   // By one thread: tells the others of the CTA of tile number `round`.
   __device__ __forceinline__ void tell(uint32_t round, int index) const {
     told_[round % kTold] = index;
-    arrive(Plan::told(shared_, round));
+    arrive(told_at(shared_, round));
   }
   __device__ __forceinline__ int wait(uint32_t round) const {
-    await_phase(Plan::told(shared_, round), round / kTold % 2);
+    await_phase(told_at(shared_, round), round / kTold % 2);
     return told(round);
   }
   // Once more. It is there until all are behind the tile after the next one, since q is not copied
@@ -181,11 +176,11 @@ class Schedule {
     const bool together =
         job_.in.window > 0 || int64_t{tile.context + end - begin} * kv_heads <= kKeysInL2;
     const int place = together ? own / kv_heads : own % tiles;
-    const int query = place * Plan::kQueries;
+    const int query = place * kQueries;
     tile.kv_head = together ? own - place * kv_heads : own / tiles;
     tile.request = request;
     tile.row = begin + query;
-    tile.queries = min(Plan::kQueries, end - begin - query);
+    tile.queries = min(kQueries, end - begin - query);
     tile.first = tile.context + query;
     tile.last = tile.first + tile.queries - 1;
     return tile;
@@ -204,7 +199,6 @@ class Schedule {
 
 // The warps of a warpgroup that copy. The first one takes tiles of queries and copies q; the others
 // keep keys and values on their way, each every third side, in the order in which they are read.
-template <typename Plan>
 class PrefillCopier {
  public:
   static constexpr uint32_t kWarps = 3;
@@ -212,7 +206,7 @@ class PrefillCopier {
   __device__ __forceinline__ PrefillCopier(const Job& job, uint32_t shared)
       : job_(job), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarp) {}
 
-  __device__ __forceinline__ void run(const Schedule<Plan>& schedule) {
+  __device__ __forceinline__ void run(const Schedule& schedule) {
     // By a shuffle, so that it is seen to be the same in all lanes.
     const uint32_t warp = __shfl_sync(0xffffffffu, threadIdx.x % kWarpgroup / kWarp, 0);
     if (warp > 0) return copy_sides(schedule, warp - 1);
@@ -221,38 +215,33 @@ class PrefillCopier {
 
  private:
   // By one thread. What comes next is told while q of the tile before is still in use.
-  __device__ __forceinline__ void take_tiles(const Schedule<Plan>& schedule) const {
+  __device__ __forceinline__ void take_tiles(const Schedule& schedule) const {
     auto index = static_cast<int>(blockIdx.x);
     schedule.tell(0, index);
     for (uint32_t round = 0; index < schedule.count(); ++round) {
       const int following = schedule.take();
       const QueryTile tile = schedule.tile(index);
-      await_phase(Plan::query_empty(shared_), round % 2 ^ 1);
+      await_phase(query_empty_at(shared_), round % 2 ^ 1);
       copy_queries(tile);
       schedule.tell(round + 1, following);
       index = following;
     }
   }
 
-  __device__ __forceinline__ void copy_sides(const Schedule<Plan>& schedule, uint32_t warp) const {
+  __device__ __forceinline__ void copy_sides(const Schedule& schedule, uint32_t warp) const {
     uint32_t before = 0;  // sides of the tiles of queries before
     for (uint32_t round = 0;; ++round) {
       const int index = schedule.wait(round);
       if (index >= schedule.count()) return;
       const QueryTile tile = schedule.tile(index);
-      const KeyTiles keys =
-          key_tiles(tile.context, tile.first, tile.last, job_.in.window, Plan::kKeys);
+      const KeyTiles keys = key_tiles(tile.context, tile.first, tile.last, job_.in.window, kKeys);
       const uint32_t sides = 2 * keys.tiles;
 #pragma unroll 1
       for (uint32_t i = (warp + kWarps - before % kWarps) % kWarps; i < sides; i += kWarps) {
         // Keys of tile 0, of 1, values of 0, keys of 2, ..., values of the last but one, of the
-        // last; or keys and values in turns.
-        bool is_v = i % 2 != 0;
-        uint32_t of = i / 2;
-        if constexpr (Plan::kAhead) {
-          is_v = i + 1 == sides || (i > 0 && i % 2 == 0);
-          of = is_v ? (i - 1) / 2 : (i + 1) / 2;
-        }
+        // last.
+        const bool is_v = i + 1 == sides || (i > 0 && i % 2 == 0);
+        const uint32_t of = is_v ? (i - 1) / 2 : (i + 1) / 2;
         copy_side(tile, keys, static_cast<int>(of), is_v, before + i);
       }
       before += sides;
@@ -260,28 +249,28 @@ class PrefillCopier {
   }
 
   __device__ __forceinline__ void copy_queries(const QueryTile& tile) const {
-    const uint32_t barrier = Plan::query_full(shared_), to = shared_ + Plan::kQuery;
-    expect_bytes(barrier, 2 * Plan::kQueryHalf);
+    const uint32_t barrier = query_full_at(shared_), to = shared_ + kQueryPlace;
+    expect_bytes(barrier, 2 * kQueryHalf);
     const int head = tile.kv_head * kPrefillGroup;
     copy_box(to, job_.q, {0, head, tile.row, 0}, barrier);
-    copy_box(to + Plan::kQueryHalf, job_.q, {kHalf, head, tile.row, 0}, barrier);
+    copy_box(to + kQueryHalf, job_.q, {kHalf, head, tile.row, 0}, barrier);
   }
 
   // `side`: of all that this CTA copies.
   __device__ __forceinline__ void copy_side(const QueryTile& tile, const KeyTiles& keys, int index,
                                             bool is_v, uint32_t side) const {
-    const int first = first_key(keys, index, Plan::kKeys);
-    const auto stage = static_cast<int>(side % Plan::kStages);
-    const Place place{Plan::side(shared_, stage), Plan::full(shared_, stage),
-                      Plan::empty(shared_, stage), side / Plan::kStages % 2 ^ 1};
+    const int first = first_key(keys, index, kKeys);
+    const auto stage = static_cast<int>(side % kStages);
+    const Place place{side_at(shared_, stage), full_at(shared_, stage), empty_at(shared_, stage),
+                      side / kStages % 2 ^ 1};
     if (index < keys.past_tiles) return copy_pages(tile, keys, first, place, is_v);
     await_phase(place.empty, place.parity);
     if (lane_ != 0) return;
     const CUtensorMap& map = is_v ? job_.v : job_.k;
     const int row = tile.row - tile.first + first;
-    expect_bytes(place.full, Plan::kSideBytes);
+    expect_bytes(place.full, kSideBytes);
     copy_box(place.to, map, {0, row, tile.kv_head, 0}, place.full);
-    copy_box(place.to + Plan::kSideHalf, map, {kHalf, row, tile.kv_head, 0}, place.full);
+    copy_box(place.to + kSideHalf, map, {kHalf, row, tile.kv_head, 0}, place.full);
   }
 
   struct Place {
@@ -292,11 +281,10 @@ class PrefillCopier {
   // as they are; what stands for a page that is not there is NaN.
   __device__ __forceinline__ void copy_pages(const QueryTile& tile, const KeyTiles& keys, int first,
                                              const Place& place, bool is_v) const {
-    constexpr int kGroups = Plan::kKeys / kPageGroup;
+    constexpr int kGroups = kKeys / kPageGroup;
     constexpr uint32_t kPagesBytes = kPageGroup * kHalfRowBytes;  // of each half
     const int key = first + lane_ * kPageGroup;
-    const bool wanted =
-        lane_ < kGroups && key < keys.chunk_first && key + kPageGroup > keys.oldest;
+    const bool wanted = lane_ < kGroups && key < keys.chunk_first && key + kPageGroup > keys.oldest;
     const auto page_size = static_cast<int>(job_.in.cache.page_size);
     int page = -1;
     if (wanted) page = job_.in.block_table[tile.request * job_.in.width + key / page_size];
@@ -311,7 +299,7 @@ class PrefillCopier {
       const CUtensorMap& map = is_v ? job_.v_pages : job_.k_pages;
       const int row = key % page_size;
       copy_box(own, map, {0, row, tile.kv_head, page}, place.full);
-      copy_box(own + Plan::kSideHalf, map, {kHalf, row, tile.kv_head, page}, place.full);
+      copy_box(own + kSideHalf, map, {kHalf, row, tile.kv_head, page}, place.full);
     }
   }
 
@@ -320,7 +308,7 @@ class PrefillCopier {
 #pragma unroll 1
     for (uint32_t at = 0; at < bytes; at += 16) {
       store_shared(to + at, make_uint4(kNans, kNans, kNans, kNans));
-      store_shared(to + Plan::kSideHalf + at, make_uint4(kNans, kNans, kNans, kNans));
+      store_shared(to + kSideHalf + at, make_uint4(kNans, kNans, kNans, kNans));
     }
     order_before_copies();
   }
@@ -335,11 +323,9 @@ class PrefillCopier {
 constexpr int kFirstTurn = 1;   // named barriers: a warpgroup's turn to hand in products,
 constexpr int kFirstAlone = 4;  // and its own threads alone
 
-template <typename Plan>
 class PrefillMultiplier {
  public:
-  static constexpr int kKeys = Plan::kKeys, kMultiplying = Plan::kMultiplying;
-  using Side = Ring<Plan::kStages>;
+  using Side = Ring<kStages>;
 
   __device__ __forceinline__ PrefillMultiplier(const Job& job, uint32_t shared)
       : job_(job), shared_(shared) {
@@ -347,19 +333,15 @@ class PrefillMultiplier {
     warp_ = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);
   }
 
-  __device__ __forceinline__ void run(const Schedule<Plan>& schedule) {
+  __device__ __forceinline__ void run(const Schedule& schedule) {
     if (group() == kMultiplying - 1) pass_turn();  // the first one is that of warpgroup 0
     for (uint32_t round = 0;; ++round) {
       const int index = schedule.wait(round);
       if (index >= schedule.count()) break;
       const QueryTile tile = schedule.tile(index);
       const KeyTiles keys = key_tiles(tile.context, tile.first, tile.last, job_.in.window, kKeys);
-      await_phase(Plan::query_full(shared_), round % 2);
-      if constexpr (Plan::kAhead) {
-        attend(keys, tile.first + query(), tile.last);
-      } else {
-        attend_simply(keys, tile.first + query(), tile.last);
-      }
+      await_phase(query_full_at(shared_), round % 2);
+      attend(keys, tile.first + query(), tile.last);
       // Found again, which takes no registers meanwhile.
       write(schedule.tile(schedule.told(round)));
     }
@@ -373,12 +355,10 @@ class PrefillMultiplier {
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
   __device__ __forceinline__ void await_turn() const {
-    if constexpr (Plan::kAhead) sync_threads<2 * kWarpgroup>(kFirstTurn + group());
+    sync_threads<2 * kWarpgroup>(kFirstTurn + group());
   }
   __device__ __forceinline__ void pass_turn() const {
-    if constexpr (Plan::kAhead) {
-      pass_threads<2 * kWarpgroup>(kFirstTurn + (group() + 1) % kMultiplying);
-    }
+    pass_threads<2 * kWarpgroup>(kFirstTurn + (group() + 1) % kMultiplying);
   }
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
@@ -396,8 +376,8 @@ class PrefillMultiplier {
     pass_turn();
     await_products<0>();
     settle(rows_.logits);
-    release(Plan::empty(shared_, of_keys.stage));
-    if (keys.tiles == 1) release(Plan::query_empty(shared_));
+    release(empty_at(shared_, of_keys.stage));
+    if (keys.tiles == 1) release(query_empty_at(shared_));
     mask(keys, 0, position, last);
     rows_.weigh(job_.scale);
     rows_.round_weights();
@@ -419,8 +399,8 @@ class PrefillMultiplier {
       pass_turn();
       await_products<1>();
       settle(rows_.logits);
-      release(Plan::empty(shared_, of_keys.stage));
-      if (i + 1 == keys.tiles) release(Plan::query_empty(shared_));
+      release(empty_at(shared_, of_keys.stage));
+      if (i + 1 == keys.tiles) release(query_empty_at(shared_));
       mask(keys, i, position, last);
       const float2 factor = rows_.weigh(job_.scale);
       // The next values are waited for here, because the compiler would move the wait for the
@@ -434,7 +414,7 @@ class PrefillMultiplier {
       await(of_values);
       await_products<0>();
       settle(rows_.out);
-      release(Plan::empty(shared_, previous));
+      release(empty_at(shared_, previous));
       rows_.multiply_out(factor);
       rows_.round_weights();
     }
@@ -444,58 +424,28 @@ class PrefillMultiplier {
     close_products();
     await_products<0>();
     settle(rows_.out);
-    release(Plan::empty(shared_, of_values.stage));
+    release(empty_at(shared_, of_values.stage));
     of_values.advance();
     ring_ = of_values;
   }
 
-  __device__ __forceinline__ void attend_simply(const KeyTiles& keys, int position, int last) {
-    rows_.clear();
-#pragma unroll 1
-    for (int i = 0; i < keys.tiles; ++i) {
-      await(ring_);
-      begin_products();
-      hand_in_logits(ring_.stage);
-      close_products();
-      await_products<0>();
-      settle(rows_.logits);
-      release(Plan::empty(shared_, ring_.stage));
-      if (i + 1 == keys.tiles) release(Plan::query_empty(shared_));
-      ring_.advance();
-      mask(keys, i, position, last);
-      const float2 factor = rows_.weigh(job_.scale);
-      if (i > 0 && (!Plan::kSkip || __any_sync(0xffffffffu, factor.x != 1.0f || factor.y != 1.0f))) rows_.multiply_out(factor);
-      rows_.round_weights();
-      await(ring_);
-      clear_values(keys, i, last, ring_.stage);
-      begin_products();
-      hand_in_values(ring_.stage, i > 0);
-      close_products();
-      await_products<0>();
-      settle(rows_.out);
-      release(Plan::empty(shared_, ring_.stage));
-      ring_.advance();
-    }
-  }
-
   __device__ __forceinline__ void await(const Side& side) const {
-    await_phase(Plan::full(shared_, side.stage), side.parity);
+    await_phase(full_at(shared_, side.stage), side.parity);
   }
 
   __device__ __forceinline__ void hand_in_logits(int stage) {
-    const uint64_t a =
-        right_operand(shared_ + Plan::kQuery + group() * kGroupBytes);
-    const uint64_t b = right_operand(Plan::side(shared_, stage));
+    const uint64_t a = right_operand(shared_ + kQueryPlace + group() * kGroupBytes);
+    const uint64_t b = right_operand(side_at(shared_, stage));
 #pragma unroll
     for (int i = 0; i < kPrefillHeadDim / 16; ++i) {
       const int half = i / 4;
-      multiply_shared<kKeys>(rows_.logits, a + half * (Plan::kQueryHalf >> 4) + i % 4 * kNextColumns,
-                             b + half * (Plan::kSideHalf >> 4) + i % 4 * kNextColumns, i > 0);
+      multiply_shared(rows_.logits, a + half * (kQueryHalf >> 4) + i % 4 * kNextColumns,
+                      b + half * (kSideHalf >> 4) + i % 4 * kNextColumns, i > 0);
     }
   }
 
   __device__ __forceinline__ void hand_in_values(int stage, bool add) {
-    const uint64_t b = upright_operand(Plan::side(shared_, stage), Plan::kSideHalf);
+    const uint64_t b = upright_operand(side_at(shared_, stage), kSideHalf);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
       multiply_upright(rows_.out, rows_.weights[i], b + i * kNextRows, i > 0 || add);
@@ -527,15 +477,15 @@ class PrefillMultiplier {
   }
 
   // Zeros for values that no query of the tile sees: their weights are zero, but what is there may
-  // be no number. Each warpgroup does so for itself, and so both write the same.
+  // be no number. Each warpgroup does so for itself, and so all write the same.
   __device__ __forceinline__ void clear_values(const KeyTiles& keys, int index, int last,
                                                int stage) const {
     const int first = first_key(keys, index, kKeys);
     const int low = keys.oldest - first, high = end_of(keys, index, last) - first;
     if (low <= 0 && high >= kKeys) return;
-    const uint32_t side = Plan::side(shared_, stage);
+    const uint32_t side = side_at(shared_, stage);
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, piece = thread % 16;
-    const uint32_t column = piece / 8 * Plan::kSideHalf + piece % 8 * 16;
+    const uint32_t column = piece / 8 * kSideHalf + piece % 8 * 16;
 #pragma unroll 1
     for (int row = thread / 16; row < kKeys; row += kWarpgroup / 16) {
       if (row >= low && row < high) continue;
@@ -555,9 +505,9 @@ class PrefillMultiplier {
       const float of_sink = exp2_approx(fmaf(sink, kLog2e, -rows_.maximum[i] * job_.scale));
       shares[i] = tile.broken ? NAN : __frcp_rn(rows_.total[i] + of_sink);
     }
-    auto* out = static_cast<uint16_t*>(job_.in.out) +
-                ((int64_t{tile.row} + query()) * job_.in.kv_heads * kPrefillGroup + head) *
-                    kPrefillHeadDim;
+    auto* out =
+        static_cast<uint16_t*>(job_.in.out) +
+        ((int64_t{tile.row} + query()) * job_.in.kv_heads * kPrefillGroup + head) * kPrefillHeadDim;
     const int64_t next = int64_t{job_.in.kv_heads} * kPrefillGroup * kPrefillHeadDim;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -576,8 +526,6 @@ class PrefillMultiplier {
       }
     }
   }
-
-  static constexpr float kLog2e = 1.44269504f;
 
   const Job& job_;
   uint32_t shared_;
@@ -598,58 +546,53 @@ __device__ __forceinline__ void fill_with_nan(const Job& job) {
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <typename Plan>
-__global__ void __launch_bounds__(Plan::kThreads, 1)
-    attention_chunks(const __grid_constant__ Job job) {
+__global__ void __launch_bounds__(kThreads, 1) attention_chunks(const __grid_constant__ Job job) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDACC__)
   extern __shared__ uint8_t dynamic[];
   __shared__ int broken;
   __shared__ int told[kTold];
   const uint32_t shared = (shared_address(dynamic) + 1023) & ~1023u;
-  int* ends = reinterpret_cast<int*>(dynamic + (shared - shared_address(dynamic)) + Plan::kEnds);
-  constexpr int kMultiplying = Plan::kMultiplying;
+  int* ends = reinterpret_cast<int*>(dynamic + (shared - shared_address(dynamic)) + kEndsPlace);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     prefetch_map(job.q);
     prefetch_map(job.k);
     prefetch_map(job.v);
-    init_barrier(Plan::query_full(shared), 1);
-    init_barrier(Plan::query_empty(shared), kMultiplying * 4);
-    for (uint32_t i = 0; i < kTold; ++i) init_barrier(Plan::told(shared, i), 1);
-    for (int i = 0; i < Plan::kStages; ++i) {
-      init_barrier(Plan::full(shared, i), 1);
-      init_barrier(Plan::empty(shared, i), kMultiplying * 4);
+    init_barrier(query_full_at(shared), 1);
+    init_barrier(query_empty_at(shared), kMultiplying * 4);
+    for (uint32_t i = 0; i < kTold; ++i) init_barrier(told_at(shared, i), 1);
+    for (int i = 0; i < kStages; ++i) {
+      init_barrier(full_at(shared, i), 1);
+      init_barrier(empty_at(shared, i), kMultiplying * 4);
     }
     publish_barriers();
   }
   wait_for_previous_kernel();
-  if (!Schedule<Plan>::prepare(job, ends, &broken)) return fill_with_nan(job);
-  const Schedule<Plan> schedule(job, ends, told, shared);
+  if (!Schedule::prepare(job, ends, &broken)) return fill_with_nan(job);
+  const Schedule schedule(job, ends, told, shared);
   if (thread >= kMultiplying * kWarpgroup) {
-    give_registers<Plan::kToCopy>();
-    PrefillCopier<Plan>(job, shared).run(schedule);
+    give_registers<kToCopy>();
+    PrefillCopier(job, shared).run(schedule);
   } else {
-    take_registers<Plan::kToMultiply>();
-    PrefillMultiplier<Plan>(job, shared).run(schedule);
+    take_registers<kToMultiply>();
+    PrefillMultiplier(job, shared).run(schedule);
   }
 #endif
 }
 
 // ------------------------------------------------------------------------------ launch
 
-using Wide = PrefillPlan<2, 176, 4, true>;
-
-cudaError_t describe_job(const AttentionPrefill& in, int queries, int keys, Job* job) {
+cudaError_t describe_job(const AttentionPrefill& in, Job* job) {
   const int heads = in.kv_heads * kPrefillGroup;
   const TensorInMemory q{in.q.elements,
                          {kPrefillHeadDim, heads, in.rows, 1},
                          {in.q.head_stride * 2, in.q.row_stride * 2, 16},
-                         {kHalf, kPrefillGroup, queries, 1}};
+                         {kHalf, kPrefillGroup, kQueries, 1}};
   const auto chunk = [&](const HeadRows& rows) {
     return TensorInMemory{rows.elements,
                           {kPrefillHeadDim, in.rows, in.kv_heads, 1},
                           {rows.row_stride * 2, rows.head_stride * 2, 16},
-                          {kHalf, keys, 1, 1}};
+                          {kHalf, kKeys, 1, 1}};
   };
   const auto pages = [&](const void* elements, const PageStrides& strides) {
     return TensorInMemory{elements,
@@ -668,21 +611,9 @@ cudaError_t describe_job(const AttentionPrefill& in, int queries, int keys, Job*
   return describe(pages(in.cache.v, in.cache.v_strides), &job->v_pages);
 }
 
-template <typename Plan>
-cudaError_t launch_chunks(const AttentionPrefill& in, const Launch& launch) {
-  Job job{};
-  job.in = in;
-  job.scale = in.scale * 1.44269504f;
-  if (in.has_past) {
-    job.capacity = in.width * in.cache.page_size;
-    job.blocks = static_cast<int>(in.cache.slots / in.cache.page_size);
-  }
-  if (const auto error = describe_job(in, Plan::kQueries, Plan::kKeys, &job); error != cudaSuccess) return error;
-  // The most tiles that there can be.
-  const int64_t tiles = (ceil_div(in.rows, Plan::kQueries) + in.requests) * in.kv_heads;
-  const Shape shape{dim3(static_cast<unsigned>(least(tiles, multiprocessors()))), dim3(Plan::kThreads),
-                    Plan::kSharedBytes};
-  return launch_kernel(launch, shape, attention_chunks<Plan>, job);
+// The most tiles of queries that there can be.
+int64_t most_tiles(const AttentionPrefill& in) {
+  return (ceil_div(in.rows, kQueries) + in.requests) * in.kv_heads;
 }
 
 }  // namespace
@@ -700,24 +631,27 @@ bool attention_prefill_fits(const AttentionPrefill& in) {
     return fits(elements, {strides.block, strides.row, strides.head});
   };
   const KvCache& cache = in.cache;
-  const bool past = !in.has_past ||
-                    (cache.page_size % kPageGroup == 0 && cache.page_size <= 1 << 20 &&
-                     cache.slots / cache.page_size <= 0x7fffffff && cache.slots > 0 &&
-                     cached(cache.k, cache.k_strides) && cached(cache.v, cache.v_strides));
+  const bool past =
+      !in.has_past || (cache.slots > 0 && cache.page_size % kPageGroup == 0 &&
+                       cache.page_size <= 1 << 20 && cache.slots / cache.page_size <= 0x7fffffff &&
+                       cached(cache.k, cache.k_strides) && cached(cache.v, cache.v_strides));
   return 0 < in.rows && in.rows < 1 << 30 && 0 <= in.requests &&
          in.requests <= kMostPrefillRequests && 0 < in.kv_heads && in.kv_heads <= 1 << 12 && past &&
-         rows(in.q) && rows(in.k) && rows(in.v) && fits(in.out, {}) &&
-         (ceil_div(in.rows, kLeastQueries) + in.requests) * in.kv_heads < 1 << 30;
+         rows(in.q) && rows(in.k) && rows(in.v) && fits(in.out, {}) && most_tiles(in) < 1 << 30;
 }
 
 cudaError_t attention_prefill(const AttentionPrefill& in, const Launch& launch) {
-  const char* v = getenv("FLINT_PREFILL");
-  switch (v ? v[0] : '0') {
-    case '1': return launch_chunks<PrefillPlan<3, 128, 5, false>>(in, launch);
-    case '2': return launch_chunks<PrefillPlan<3, 128, 5, false, true>>(in, launch);
-    case '3': return launch_chunks<PrefillPlan<3, 80, 8, true>>(in, launch);
+  Job job{};
+  job.in = in;
+  job.scale = in.scale * kLog2e;
+  if (in.has_past) {
+    job.capacity = in.width * in.cache.page_size;
+    job.blocks = static_cast<int>(in.cache.slots / in.cache.page_size);
   }
-  return launch_chunks<Wide>(in, launch);
+  if (const auto error = describe_job(in, &job); error != cudaSuccess) return error;
+  const auto ctas = static_cast<unsigned>(least(most_tiles(in), multiprocessors()));
+  const Shape shape{dim3(ctas), dim3(kThreads), kSharedBytes};
+  return launch_kernel(launch, shape, attention_chunks, job);
 }
 
 }  // namespace flint::cuda

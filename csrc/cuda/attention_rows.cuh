@@ -37,10 +37,10 @@ class RowAttention {
  public:
   static constexpr int kOut = 128 / 2;
 
-  float out[kOut];           // [element / 8][query][2]
-  float logits[kKeys / 2];   // [key / 8][query][2]
-  float maximum[2];          // of the logits as the product leaves them
-  float total[2];            // of the lane's own keys
+  float out[kOut];          // [element / 8][query][2]
+  float logits[kKeys / 2];  // [key / 8][query][2]
+  float maximum[2];         // of the logits as the product leaves them
+  float total[2];           // of the lane's own keys
   uint32_t weights[kKeys / 16][4];
 
   __device__ __forceinline__ void clear() {

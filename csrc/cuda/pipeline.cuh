@@ -25,8 +25,8 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& matrix,
 }
 
 // The box at `at`, the innermost dimension first, of a described tensor of four dimensions.
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& tensor,
-                                         const int (&at)[4], uint32_t barrier) {
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& tensor, const int (&at)[4],
+                                         uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),

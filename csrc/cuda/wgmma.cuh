@@ -40,8 +40,8 @@ __device__ __forceinline__ uint64_t right_operand(uint32_t address) {
   return kSwizzle128 | kEightRows | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
 }
 
-// A right operand as it lies, b[16][128]: rows as above, its columns 64 ... 127 in rows of their own
-// `apart` bytes further on. The next 16 rows of it are kNextRows further on.
+// A right operand as it lies, b[16][128]: rows as above, its columns 64 ... 127 in rows of their
+// own `apart` bytes further on. The next 16 rows of it are kNextRows further on.
 inline constexpr uint64_t kNextRows = 2048 >> 4;
 
 __device__ __forceinline__ uint64_t upright_operand(uint32_t address, uint32_t apart) {
@@ -122,43 +122,17 @@ FLINT_MULTIPLY(256,
                FLINT_SUMS(32), FLINT_SUMS(48), FLINT_SUMS(64), FLINT_SUMS(80), FLINT_SUMS(96),
                FLINT_SUMS(112))
 
-// The same with `a` in shared memory, as a right operand lies there.
-template <int kRows>
-__device__ __forceinline__ void multiply_shared(float (&sums)[kRows / 2], uint64_t a, uint64_t b,
-                                                bool add);
-
-#define FLINT_MULTIPLY_SHARED(rows, text, a_text, b_text, add_text, ...)                     \
-  template <>                                                                                \
-  __device__ __forceinline__ void multiply_shared<rows>(float (&sums)[rows / 2], uint64_t a, \
-                                                        uint64_t b, bool add) {              \
-    asm volatile("{.reg .pred more; setp.ne.b32 more, " add_text                             \
-                 ", 0; wgmma.mma_async.sync.aligned.m64n" #rows "k16.f32.bf16.bf16 {" text   \
-                 "}, " a_text ", " b_text ", more, 1, 1, 0, 0;}"                             \
-                 : __VA_ARGS__                                                               \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));                              \
-  }
-#define FLINT_TEXT_HALF_5 "%80, %81, %82, %83, %84, %85, %86, %87"
-FLINT_MULTIPLY_SHARED(128, FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", " FLINT_TEXT_3,
-                      "%64", "%65", "%66", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32),
-                      FLINT_SUMS(48))
-FLINT_MULTIPLY_SHARED(80, FLINT_TEXT_0 ", " FLINT_TEXT_1 ", %32, %33, %34, %35, %36, %37, %38, %39",
-                      "%40", "%41", "%42", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_FOUR(32), FLINT_FOUR(36))
-FLINT_MULTIPLY_SHARED(96, FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2,
-                      "%48", "%49", "%50", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32))
-FLINT_MULTIPLY_SHARED(112, FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", %48, %49, %50, %51, %52, %53, %54, %55",
-                      "%56", "%57", "%58", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32), FLINT_FOUR(48), FLINT_FOUR(52))
-FLINT_MULTIPLY_SHARED(160,
-                      FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", " FLINT_TEXT_3
-                                   ", " FLINT_TEXT_4,
-                      "%80", "%81", "%82", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32),
-                      FLINT_SUMS(48), FLINT_SUMS(64))
-FLINT_MULTIPLY_SHARED(176,
-                      FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", " FLINT_TEXT_3
-                                   ", " FLINT_TEXT_4 ", " FLINT_TEXT_HALF_5,
-                      "%88", "%89", "%90", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32),
-                      FLINT_SUMS(48), FLINT_SUMS(64), FLINT_FOUR(80), FLINT_FOUR(84))
-#undef FLINT_TEXT_HALF_5
-#undef FLINT_MULTIPLY_SHARED
+// sums[64 rows][80] (+)= a[64][16] * b[80][16]^T, `a` in shared memory as a right operand lies
+// there.
+__device__ __forceinline__ void multiply_shared(float (&sums)[40], uint64_t a, uint64_t b,
+                                                bool add) {
+  asm volatile(
+      "{.reg .pred more; setp.ne.b32 more, %42, 0; "
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" FLINT_TEXT_0 ", " FLINT_TEXT_1
+      ", %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, more, 1, 1, 0, 0;}"
+      : FLINT_SUMS(0), FLINT_SUMS(16), FLINT_FOUR(32), FLINT_FOUR(36)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 
 // sums[64 rows][128] += a[64][16] * b[16][128], `a` in registers and `b` upright.
 __device__ __forceinline__ void multiply_upright(float (&sums)[64], const uint32_t (&a)[4],

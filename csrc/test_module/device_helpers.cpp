@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "attention_split.h"
+#include "attention_tiles.h"
 #include "bf16.h"
 #include "cuda/arranged.h"
 #include "cuda/tiles.h"

@@ -52,11 +52,11 @@ _RUN_OF_MANY = ("nvfp4_linear", "nvfp4_linear_silu_and_mul")
 def fast_bodies(name: str, *, experimental: bool) -> list[Body]:
     """The bodies of op `name` that launch the library's kernels, in the order in which they are
     asked; none where there is no kernel. `experimental`: those among them too."""
-    modules: list[ModuleType] = [native_cuda, native_decode]
+    modules: list[ModuleType] = [native_cuda, native_decode, native_prefill]
     if experimental or name in _RUN_OF_MANY:
         modules.append(native_many)
     if experimental:
-        modules += (native_attention, native_prefill, native_router)
+        modules += (native_attention, native_router)
     return [getattr(module, name) for module in modules if hasattr(module, name)]
 
 

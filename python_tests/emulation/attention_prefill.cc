@@ -15,12 +15,14 @@ HeadRows rows_of(const void* elements, int heads) {
 
 // -1: the kernel does not take the call; else what the launch returned. Without `table` there is no
 // past.
-extern "C" int emulated_attention_prefill(
-    const void* q, const void* k, const void* v, const int32_t* cu_seqlens, int rows, int requests,
-    const void* k_cache, const void* v_cache, const int64_t* strides, int64_t blocks,
-    int64_t page_size, int kv_heads, const int32_t* table, int64_t width,
-    const int32_t* context_lens, const float* sinks, int window, float scale, void* out,
-    int multiprocessors, int late_copies, unsigned seed) {
+extern "C" int emulated_attention_prefill(const void* q, const void* k, const void* v,
+                                          const int32_t* cu_seqlens, int rows, int requests,
+                                          const void* k_cache, const void* v_cache,
+                                          const int64_t* strides, int64_t blocks, int64_t page_size,
+                                          int kv_heads, const int32_t* table, int64_t width,
+                                          const int32_t* context_lens, const float* sinks,
+                                          int window, float scale, void* out, int multiprocessors,
+                                          int late_copies, unsigned seed) {
   using namespace flint::cuda;
   AttentionPrefill in{};
   in.q = rows_of(q, kv_heads * kPrefillGroup);

@@ -75,8 +75,8 @@ void emulated_multiply(float* sums, const Left& left, const Right& right, bool a
   }
 }
 
-template <int kRows>
-void multiply_shared(float (&sums)[kRows / 2], uint64_t a, uint64_t b, bool add) {
+template <int kCount>
+void multiply_shared(float (&sums)[kCount], uint64_t a, uint64_t b, bool add) {
   float* to = sums;
   const int first = static_cast<int>(simt::current->index.x) / simt::kLanes % 4 * 16;
   hand_in([=] {
@@ -85,7 +85,7 @@ void multiply_shared(float (&sums)[kRows / 2], uint64_t a, uint64_t b, bool add)
     for (int k = 0; k < 16; ++k) {
       for (int i = 0; i < 2; ++i) rows[i][k] = operand_element(a, first + g + 8 * i, k);
     }
-    for (int column = 0; column < kRows / 4; ++column) {
+    for (int column = 0; column < kCount / 2; ++column) {
       const int key = column / 2 * 8 + 2 * t + column % 2;
       for (int k = 0; k < 16; ++k) columns[k] = operand_element(b, key, k);
       for (int i = 0; i < 2; ++i) {
