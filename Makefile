@@ -12,6 +12,9 @@
 # make fuzz       the file readers and the C++ repack under a fuzzer, EXECUTIONS times each
 # make sanitize   the C++ code with AddressSanitizer and UBSan, by the CPU tests that call it;
 #                 `make gpu-sanitize` runs compute-sanitizer over every kernel
+# make gpu-endurance  a million decode steps of flint-tiny, with requests that come and go
+# make gpu-generate   Transformers' generate() beside the library's own loop, measured
+# make gpu-test-wheel the GPU tests of an installed wheel
 # make planted    faults put into a copy of the tree: each must make a test fail; `make gpu-planted`
 # make properties      many examples of the property tests; `make gpu-properties` on a GPU
 # make gpu-bench  measures the kernels for docs/results/$(GPU), on a GPU that does nothing else
@@ -59,13 +62,17 @@ INSTALL := $(PIP) install --quiet --no-build-isolation --editable
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE_INPUTS := pyproject.toml setup.py $(NATIVE_SOURCES)
 FORMATTED := $(NATIVE_SOURCES) docs/examples/*.cpp $(shell find python_tests/emulation -type f) fuzz/repack.cpp
+# Those that need no file of the tree but the tests.
+WHEEL_TESTS := $(addprefix python_tests/gpu/test_,rows_gpu.py low_latency_gpu.py general_gpu.py \
+  many_gpu.py attention_decode_gpu.py graph_decoder_gpu.py model_gpu.py)
 # One thread a process: OpenMP threads that spin while others want the core cost more than they do.
 ONE_THREAD := OMP_NUM_THREADS=1
 
 DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
 .PHONY: demo test slow-test vllm-test wheel lint format docs bench fuzz sanitize planted properties \
-  gpu-test gpu-test-two gpu-planted gpu-sanitize gpu-properties gpu-bench clean distclean compiler FORCE
+  gpu-test gpu-test-two gpu-planted gpu-sanitize gpu-properties gpu-endurance gpu-generate \
+  gpu-test-wheel gpu-bench clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
@@ -115,10 +122,10 @@ vllm-test: $(STAMPS)/vllm
 	$(ONE_THREAD) $(PY) -m pytest -m vllm python_tests/test_vllm.py $(PYTEST_ARGS)
 
 gpu-test: compiler $(STAMPS)/test
-	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
 
 gpu-test-two: compiler $(STAMPS)/test
-	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) -m pytest -m two_gpus python_tests/gpu $(PYTEST_ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -m two_gpus python_tests/gpu $(PYTEST_ARGS)
 
 # The Python targets need atheris (Linux), that of C++ a clang++ with libFuzzer.
 fuzz: $(STAMPS)/fuzz
@@ -141,18 +148,36 @@ planted: compiler $(STAMPS)/test
 	$(PY) docs/generate_faults.py
 
 gpu-planted: compiler $(STAMPS)/test
-	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) python_tests/planted_faults.py --device cuda \
+	$(ONE_THREAD) $(PY) python_tests/planted_faults.py --device cuda \
 	  --output build/results/$(GPU)/planted_faults.json
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/planted_faults.json docs/results/$(GPU)/
 	$(PY) docs/generate_faults.py
 
 gpu-sanitize: compiler $(STAMPS)/test
-	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) python_tests/gpu/run_compute_sanitizer.py \
+	$(ONE_THREAD) $(PY) python_tests/gpu/run_compute_sanitizer.py \
 	  --output build/results/$(GPU)/sanitizers.json
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/sanitizers.json docs/results/$(GPU)/
 	$(PY) docs/generate_faults.py
+
+gpu-endurance: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) python_tests/run_endurance.py --output build/results/$(GPU)/endurance.json
+	mkdir -p docs/results/$(GPU)
+	cp build/results/$(GPU)/endurance.json docs/results/$(GPU)/
+	$(PY) docs/generate_faults.py
+
+gpu-generate: compiler $(STAMPS)/test
+	$(ONE_THREAD) $(PY) -m microbench.generate --output build/results/$(GPU)/generate.json
+	mkdir -p docs/results/$(GPU)
+	cp build/results/$(GPU)/generate.json docs/results/$(GPU)/
+	$(PY) -m microbench.tables
+
+gpu-test-wheel: wheel $(STAMPS)/test
+	$(ONE_THREAD) $(PY) python_tests/run_wheel_tests.py --wheel dist/flint_kernels-*.whl \
+	  --output build/results/$(GPU)/wheel_tests.json -- -m gpu $(WHEEL_TESTS)
+	mkdir -p docs/results/$(GPU)
+	cp build/results/$(GPU)/wheel_tests.json docs/results/$(GPU)/
 
 properties: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) python_tests/run_properties.py --examples $(EXAMPLES) \
@@ -162,7 +187,7 @@ properties: compiler $(STAMPS)/test
 	$(PY) docs/generate_faults.py
 
 gpu-properties: compiler $(STAMPS)/test
-	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) python_tests/run_properties.py --device cuda --examples $(EXAMPLES) \
+	$(ONE_THREAD) $(PY) python_tests/run_properties.py --device cuda --examples $(EXAMPLES) \
 	  --output build/results/$(GPU)/properties.json -- -m gpu
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/properties.json docs/results/$(GPU)/

@@ -13,7 +13,7 @@ namespace flint {
 // Pages hold whole tiles.
 inline constexpr int kAttentionTile = 16;
 // A split of fewer tiles would take longer to merge than to compute.
-inline constexpr int kLeastSplitTiles = 8;
+inline constexpr int kLeastSplitTiles = 24;
 
 // Of a request: keys [first, last), in tiles [tile, tile_end). Without keys the tiles are none too.
 struct AttentionKeys {

@@ -70,8 +70,7 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
   comes after the one for few. **heads** is decode attention: for up to 256 requests in BF16, 8
   query heads a KV head, a head_dim of 128 and pages of 16, 32, 64 ... tokens (`takes` in
   `backends/native_attention.py` tells). **topk** is the choice of up to 32 of 1,024 experts in
-  BF16. These two, and **many** but for projections, are experimental, and asked only where
-  `FLINT_KERNELS_EXPERIMENTAL=1`. Any other call runs the general body.
+  BF16. Any other call runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left
 alone; where it was built without nvcc it has none of them, says so, and the other columns hold.
@@ -83,14 +82,7 @@ alone; where it was built without nvcc it has none of them, says so, and the oth
 STATEMENT = """\
 Everything of a GPU, general bodies and kernels, has been run on the H200 and on no other GPU. What
 is compiled for the other architectures is the same source; whether its results are right there, and
-how fast it is, was not measured. Some are behind the rest. The kernels for **many** tokens were
-held to FP64 and to their peers on the H200, and measured; their tests of record
-(`python_tests/gpu/test_many_gpu.py`) have not run there yet, and the bodies that call them for
-qkv, for the routed experts as a whole and for gate/up and down alone are in use only where
-experimental kernels are switched on. Decode attention's GPU tests passed on the H200 with two
-earlier forms of the kernels; the present one has been tested by emulation on the CPU alone
-(`python_tests/test_emulated_attention.py`), and is not in use unless asked for; nor is the kernel
-of `router_topk`, which has never run.
+how fast it is, was not measured.
 """
 
 
@@ -133,7 +125,7 @@ def general(name: str) -> str:
 
 def kernel_sources(name: str) -> list[str]:
     """The files whose kernels op `name` launches, by itself or by another op."""
-    bodies = cuda.fast_bodies(name, experimental=True)
+    bodies = cuda.fast_bodies(name)
     found = (source for body in bodies for source in launched_from(body))
     return list(dict.fromkeys(found))
 
@@ -154,7 +146,7 @@ def launched_from(body: Callable[..., Any]) -> Iterator[str]:
 
 def kernel_cell(name: str, architecture: str) -> str:
     """For how much of op `name` kernels of the library run on a GPU of that architecture."""
-    bodies = cuda.fast_bodies(name, experimental=True)
+    bodies = cuda.fast_bodies(name)
     if bodies and not any(hasattr(module, name) for module in LIMITED.values()):
         return "yes"
     found = (

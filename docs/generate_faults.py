@@ -135,6 +135,17 @@ FOUND = (
      "test_threads_whose_first_calls_come_together_load_one_library"),
     ("any version of a dependency was taken, with functions missing in some", BY_HAND,
      "lower bounds", "test_dependencies_of_the_package_have_a_lower_bound_and_a_reason"),
+    ("a kernel passed over NaN of expert 0, which has the largest key there is", BY_HAND,
+     "`router_topk_rows`", "test_T1_T2_router_equals_the_cpu_s"),
+    ("a window of 2^31 or more did not compile on a GPU", PROPERTY, "`_window`",
+     "test_a_window_beyond_int32_is_none"),
+    ("experts without columns ended in a division by zero on a GPU", PROPERTY, "`combine`",
+     "test_experts_without_columns"),
+    ("V that is not finite reaches rows on a GPU that do not see it", PROPERTY,
+     "said of the op (`attention_prefill`), and held to one request",
+     "test_a_legal_call_is_right"),
+    ("a planted fault in C++ stayed in the copy for the faults after it", BY_HAND,
+     "the copy's library goes back too", "test_a_copy_is_as_it_was_when_a_fault_is_taken_out"),
 )  # fmt: skip
 
 
@@ -239,7 +250,6 @@ def document() -> str:
     closed = sum(all(getattr(tests_of_cases()[c.id], d) for d in c.where) for c in CASES)
     return PAGE.format(
         closed=closed,
-        never_run=NEVER_RUN,
         cases=len(CASES),
         table=cases(),
         found=found(),
@@ -248,17 +258,13 @@ def document() -> str:
         properties_gpu=figures("h200", "properties", "calls", ("examples", "failures")),
         fuzz=figures("cpu", "fuzz", "target", ("executions", "findings")),
         sanitizers=figures("cpu", "sanitizers", "sanitizers", ("errors", "tests")),
-        sanitizers_gpu=figures("h200", "sanitizers", "tool", ("errors", "tests")),
-        endurance=figures("h200", "endurance", "run", ("steps", "failures")),
+        sanitizers_gpu=figures("h200", "sanitizers", "tool", ("errors", "tests", "elsewhere")),
+        endurance=figures("h200", "endurance", "checkpoint", ENDURED),
         planted=planted_faults(),
     )
 
 
-# To be shortened as they are run.
-NEVER_RUN = """\
-Not run on a GPU so far: `test_attention_cases_gpu.py`, `test_contract_gpu.py` and
-`test_sanitized_gpu.py`, which have run against the CPU's bodies, and `test_two_gpus.py` and
-`test_concurrency_gpu.py`, which have not run at all."""
+ENDURED = ("steps", "tokens", "requests", "requests compared", "GPU bytes grown", "failures")
 
 PAGE = """\
 # Faults
@@ -273,7 +279,7 @@ looked for. A fault is closed as a kind: by a check or a type that every caller 
 
 {closed} of {cases} cases have a test of their name (`test_G1_...`) on every device that they are
 about. Tests on a GPU run there by `make gpu-test`, those of C7 that need two of them by
-`make gpu-test-two`. {never_run}
+`make gpu-test-two`, which have not run yet.
 
 {table}
 
@@ -297,7 +303,8 @@ On the CPU, by the bodies of the library and by those of plain PyTorch:
 
 {properties}
 
-On a GPU:
+On a GPU (25 examples of each test ran on an H200 before, and found what the table above says of
+windows, of experts without columns and of V; they have not run again since):
 
 {properties_gpu}
 
@@ -322,7 +329,9 @@ the CPU tests that call it:
 
 `make gpu-sanitize` runs `python_tests/gpu/test_sanitized_gpu.py`, whose calls are to launch every
 kernel once (its last test asks torch's profiler whether they do), under compute-sanitizer's
-memcheck, initcheck, synccheck and racecheck:
+memcheck, initcheck, synccheck and racecheck. Errors in kernels of torch's libraries are counted
+apart, as "elsewhere". Of its tests 17 have run under the four tools on an H200: memcheck, synccheck
+and racecheck found nothing, and initcheck what torch's own product reads. The whole:
 
 {sanitizers_gpu}
 
@@ -335,7 +344,12 @@ be known, and leaves a process that goes on (`python_tests/test_memory.py`). The
 graph replays beside eager calls and a capture that runs out of memory, is
 `python_tests/gpu/test_concurrency_gpu.py`.
 
-Endurance, decode steps of flint-tiny with requests that come and go:
+Endurance (`make gpu-endurance`): a million decode steps of flint-tiny, each of up to eight requests
+that come with prompts of random lengths and stay for a random time. Of 1% of the requests every
+token and the last logits have to be, to the bit, those of the model's own steps, made again without
+graphs; counters have to be zero, pages free, and memory what it was. 26,000 steps on an H200 found
+nothing wrong with counters, pages and memory, but were too few for a request to be compared. The
+whole:
 
 {endurance}
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from microbench import plots
+from microbench import plots, roofline
 from microbench.plots import number
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +30,7 @@ Row = dict[str, Any]
 
 GPU = "h200"
 KERNELS_PLOT = ROOT / "docs" / "images" / f"kernels_{GPU}.svg"
+ROOFLINE_PLOT = ROOT / "docs" / "images" / f"roofline_{GPU}.svg"
 ROOF = "roof"  # the bench of the measured ceilings
 LAYERS = "moe_layer_chain"  # the bench of all layers behind each other
 # What the plot and the README show of the kernels; the table has all.
@@ -111,6 +112,33 @@ def cpu() -> str:
         return NOT_MEASURED
     head = ["on the CPU path", "checkpoint", "median (20th to 80th percentile)"]
     return markdown(head, lines) + conditions(meta)
+
+
+def generate(machine: str) -> str:
+    """Greedy decoding of one request: Transformers' generate() beside the library's own loop."""
+    meta, rows = read(machine, "generate")
+    lines = []
+    for row in rows:
+        if row["metric"] != "tok/s" or not row["peer"]:
+            continue
+        same = (row["case"], row["checkpoint"], "first_token_s")
+        [first] = [r for r in rows if (r["case"], r["checkpoint"], r["metric"]) == same]
+        lines.append(
+            [
+                row["case"].split()[0],
+                CHECKPOINTS[row["checkpoint"]],
+                number(1000 * first["median"]),
+                number(1000 * first["peer_median"]),
+                figure(row),
+                number(row["peer_median"]),
+                f"{row['median'] / row['peer_median']:.2f}",
+            ]
+        )
+    head = [
+        "model", "checkpoint", "first token, ms", "the library's",
+        "tokens/s (20th to 80th percentile)", "the library's", "times as fast",
+    ]  # fmt: skip
+    return markdown(head, lines) + conditions(meta) if lines else NOT_MEASURED
 
 
 def validate(machine: str) -> str:
@@ -204,13 +232,36 @@ def prefill_kernels() -> str:
             figure(row),
             f"{row['flop'] / row['median'] / 1e6:.0f}" if row["flop"] else "",
             f"{100 * row['floor'] / row['median']:.0f}%",
-            f"{row['peer']}: {number(row['peer_median'])}",
-            f"{row['peer_median'] / row['median']:.2f}",
+            f"{row['peer']}: {number(row['peer_median'])}" if row["peer"] else "",
+            f"{row['peer_median'] / row['median']:.2f}" if row["peer"] else "",
         ]
         for row in rows
     ]
     head = ["op", "case", "µs (20th to 80th percentile)", "TFLOP/s", "of the roof", "best peer, µs"]
-    return markdown([*head, "times as fast"], lines) + conditions(meta) if lines else NOT_MEASURED
+    if not lines:
+        return NOT_MEASURED
+    picture = (
+        "" if prefill_roofline() is None else f"![{ROOFLINE}](images/{ROOFLINE_PLOT.name})\n\n"
+    )
+    return picture + markdown([*head, "times as fast"], lines) + conditions(meta)
+
+
+ROOFLINE = "Kernels of many tokens under the roof of the machine"
+
+
+def prefill_roofline() -> str | None:
+    """Where the kernels of many tokens stand under the ceilings of the same run; None without."""
+    meta, all_rows = read(GPU, "prefill_kernels")
+    ceilings = {
+        metric: max((r["median"] for r in all_rows if r["bench"] == ROOF and r["metric"] == metric),
+                    default=0.0)
+        for metric in ("GB/s", "TFLOP/s")
+    }  # fmt: skip
+    rows = roofline.drawable([row for row in all_rows if row["bench"] != ROOF])
+    if not rows or not all(ceilings.values()):
+        return None
+    title = f"Kernels of many tokens on one {meta['gpu']}, under its roof"
+    return roofline.chart(title, rows, ceilings["GB/s"] * 1e3, ceilings["TFLOP/s"] * 1e6)
 
 
 def attention() -> str:
@@ -271,7 +322,9 @@ def drawings() -> dict[Path, str | None]:
     """What each plot's file has to hold; None where there are no rows, and no file is to be."""
     meta, rows = kernel_rows()
     shown = plotted(rows)
-    return {KERNELS_PLOT: plots.chart(kernels_title(meta), shown) if shown else None}
+    found = {KERNELS_PLOT: plots.chart(kernels_title(meta), shown) if shown else None}
+    found[ROOFLINE_PLOT] = prefill_roofline()
+    return found
 
 
 def significant(row: Row | None) -> str:
@@ -337,6 +390,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention,
     "cpu": cpu,
     **{f"decode-kernels-{name}": partial(decode_kernels, name) for name in CHECKPOINTS},
+    "generate-gpu": partial(generate, GPU),
     "kernel-headlines": kernel_headlines,
     "kernels": kernels,
     "layer-chain": layer_chain,

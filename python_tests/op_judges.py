@@ -42,6 +42,7 @@ class Call:
     arguments: Bound
     results: tuple[Tensor, ...]
     after: Bound
+    on_gpu: bool = False
 
     def __getattr__(self, argument: str) -> Any:
         return self.arguments[argument]
@@ -378,8 +379,24 @@ def _(c: Call) -> Iterator[str]:
             if first < context:
                 old = past(c, request, first, context)
                 k, v = (torch.cat(pair) for pair in zip(old, (k, v), strict=True))
-            problem = failure(c.results[0][row], attended(c.q[row], k, v, c))
+            want = attended(c.q[row], k, v, c)
+            if c.on_gpu:
+                want = Approx(want.value, torch.where(beside(c, request), INF, want.error))
+            problem = failure(c.results[0][row], want)
             yield problem and f"row {row}: {problem}"
+
+
+def beside(c: Call, request: int) -> Tensor:
+    """[Hq, D]: whether any V that a row of the request sees is not finite, which on a GPU may reach
+    all of its rows."""
+    begin, end = c.cu_seqlens.tolist()[request : request + 2]
+    context = 0 if c.context_lens is None else int(c.context_lens[request])
+    first = max(0, context - c.window + 1) if c.window else 0
+    values = [c.v[begin:end]]
+    if first < context:
+        values.append(past(c, request, first, context)[1])
+    some = (~torch.cat(values).isfinite()).any(0)
+    return some.repeat_interleave(c.q.shape[1] // some.shape[0], dim=0)
 
 
 # ------------------------------------------------------------------ sampling

@@ -3,7 +3,8 @@
     python python_tests/planted_faults.py --output docs/results/cpu/planted_faults.json
 
 A suite that nothing can make red shows nothing. Each fault is a small edit of one file; the copy is
-rebuilt where it is C++. `--device cuda` plants those that need a GPU to show.
+rebuilt where it is C++. `--device cuda` plants those that need a GPU to show; `--build FOLDER` only
+builds their libraries, for a run with `--libraries FOLDER` on the machine that has the GPU.
 test_fault_cases.py holds every edit to the sources, so that none goes stale.
 """
 
@@ -11,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from flint_kernels import results
 
@@ -23,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "planted"
 COPIED = ("csrc", "docs", "flint_kernels", "fuzz", "microbench", "python_tests")
 FILES = ("Makefile", "README.md", "pyproject.toml", "requirements.txt", "setup.py")
+LIBRARY = Path("flint_kernels/lib")
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,15 @@ class Planted:
     @property
     def compiled(self) -> bool:
         return self.file.startswith("csrc/")
+
+    @property
+    def case(self) -> str:
+        return f"{self.family}: {self.what}"
+
+    @property
+    def folder(self) -> str:
+        """Of its library among those built beforehand."""
+        return re.sub(r"\W+", "_", self.case)
 
 
 _ATTENTION = "flint_kernels/reference/attention.py"
@@ -166,77 +180,135 @@ PLANTED = (
     Planted(
         "stale counter", "a graph keeps the table of its capture",
         "flint_kernels/model/cache.py", "        self._growth += 1\n", "",
-        "gpu/test_graph_decoder_gpu.py::test_grows_across_pages_and_beyond_the_window", "cuda",
+        "gpu/test_graph_decoder_gpu.py::test_a_full_bucket_equals_the_model_s_own_step", "cuda",
     ),
 )  # fmt: skip
 
 
-def copy_tree() -> None:
-    """The tree as it is, with the library that it has; built where it has none."""
-    shutil.rmtree(WORK, ignore_errors=True)
-    for folder in COPIED:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, WORK / folder, ignore=ignored)
-    for name in FILES:
-        shutil.copy(ROOT / name, WORK / name)
+class Copy:
+    """The tree as it is, in a folder of its own, with the library that it has."""
 
+    def __init__(self, number: int, device: str, libraries: Path | None) -> None:
+        self.path = WORK / str(number)
+        self.device = device
+        self.libraries = libraries
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in COPIED:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / folder, self.path / folder, ignore=ignored)
+        for name in FILES:
+            shutil.copy(ROOT / name, self.path / name)
+        if libraries is None:
+            self.rebuild()
 
-def rebuild(device: str) -> None:
-    """Only what has changed is compiled."""
-    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    environment = dict(os.environ)
-    if device == "cpu":
-        environment["FLINT_KERNELS_CUDA_ARCHS"] = "none"
-    subprocess.run(command, cwd=WORK, env=environment, check=True, stdout=subprocess.DEVNULL)
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
 
+    def rebuild(self) -> None:
+        """Only what has changed is compiled."""
+        command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+        environment = dict(os.environ)
+        if self.device == "cpu":
+            environment["FLINT_KERNELS_CUDA_ARCHS"] = "none"
+        with self.log.open("ab") as log:
+            subprocess.run(command, cwd=self.path, env=environment, check=True, stdout=log)
 
-def pytest_status(tests: list[str], device: str) -> int:
-    """pytest's exit status: 0 where all pass, 1 where some fail, negative after a signal."""
-    mark = "gpu" if device == "cuda" else "not gpu and not two_gpus"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", mark]
-    environment = {**os.environ, "PYTHONPATH": str(WORK)}
-    paths = [f"python_tests/{test}" for test in tests]
-    with (WORK / "log").open("ab") as log:
-        return subprocess.run(
-            [*command, *paths], cwd=WORK, env=environment, stdout=log, stderr=log, check=False
-        ).returncode
+    def put_library(self, source: Path) -> None:
+        shutil.copytree(source, self.path / LIBRARY, dirs_exist_ok=True)
 
+    def plant(self, fault: Planted) -> str:
+        """Into the sources; what the file held before."""
+        path = self.path / fault.file
+        sound = path.read_text(encoding="utf-8")
+        path.write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
+        if fault.compiled and self.libraries is None:
+            self.rebuild()
+        elif fault.compiled and self.libraries is not None:
+            self.put_library(self.libraries / fault.folder)
+        return sound
 
-def is_caught(fault: Planted) -> bool:
-    """Whether the fault's test fails with it, or ends with the process, as a write beyond a buffer
-    may do even after the test has failed. The copy is afterwards as it was."""
-    path = WORK / fault.file
-    sound = path.read_text(encoding="utf-8")
-    path.write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
-    try:
-        if fault.compiled:
-            rebuild(fault.device)
-        status = pytest_status([fault.test], fault.device)
+    def take_out(self, fault: Planted, sound: str) -> None:
+        """The copy is as it was, its library too."""
+        (self.path / fault.file).write_text(sound, encoding="utf-8")
+        if fault.compiled and self.libraries is None:
+            self.rebuild()
+        elif fault.compiled and self.libraries is not None:
+            self.put_library(ROOT / LIBRARY)
+
+    def pytest_status(self, tests: list[str]) -> int:
+        """pytest's exit status: 0 where all pass, 1 where some fail, negative after a signal."""
+        mark = "gpu" if self.device == "cuda" else "not gpu and not two_gpus"
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", mark]
+        environment = {**os.environ, "PYTHONPATH": str(self.path)}
+        paths = [f"python_tests/{test}" for test in tests]
+        with self.log.open("ab") as log:
+            return subprocess.run(
+                [*command, *paths], cwd=self.path, env=environment, stdout=log, stderr=log,
+                check=False,
+            ).returncode  # fmt: skip
+
+    def is_caught(self, fault: Planted) -> bool:
+        """Whether the fault's test fails with it, or ends with the process, as a write beyond a
+        buffer may do even after the test has failed."""
+        sound = self.plant(fault)
+        try:
+            status = self.pytest_status([fault.test])
+        finally:
+            self.take_out(fault, sound)
         return status == 1 or status < 0
-    finally:
-        path.write_text(sound, encoding="utf-8")
+
+
+def build(faults: list[Planted], device: str, output: Path) -> None:
+    """The libraries of the faults in C++, each in a folder of its own."""
+    copy = Copy(0, device, None)
+    for fault in faults:
+        if fault.compiled:
+            sound = copy.plant(fault)
+            shutil.copytree(copy.path / LIBRARY, output / fault.folder, dirs_exist_ok=True)
+            copy.take_out(fault, sound)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--output", required=True, help="the JSON file to be written")
+    parser.add_argument("--output", help="the JSON file to be written")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--workers", type=int, default=1, help="copies in use at once")
+    parser.add_argument("--build", type=Path, metavar="FOLDER", help="build the libraries alone")
+    parser.add_argument("--libraries", type=Path, metavar="FOLDER", help="built beforehand")
+    parser.add_argument("--commit", help="of a tree that is no git checkout")
     options = parser.parse_args(argv)
     faults = [fault for fault in PLANTED if fault.device == options.device]
-    copy_tree()
-    rebuild(options.device)
-    if pytest_status([fault.test for fault in faults], options.device) != 0:
-        sys.stdout.write(f"without a fault the tests are not green: see {WORK / 'log'}\n")
+    if options.build is not None:
+        build(faults, options.device, options.build)
+        return 0
+    if options.output is None:
+        parser.error("--output: got none; want the JSON file to be written")
+    copies = [Copy(n, options.device, options.libraries) for n in range(options.workers)]
+    if copies[0].pytest_status([fault.test for fault in faults]) != 0:
+        sys.stdout.write(f"without a fault the tests are not green: see {copies[0].log}\n")
         return 2
+    free: SimpleQueue[Copy] = SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def is_caught(fault: Planted) -> bool:
+        copy = free.get()
+        try:
+            return copy.is_caught(fault)
+        finally:
+            free.put(copy)
+
     rows, missed = [], 0
-    for fault in faults:
-        caught = is_caught(fault)
-        missed += not caught
-        case = f"{fault.family}: {fault.what}"
-        rows.append(results.row("planted", case, "caught", [float(caught)], test=fault.test))
-        sys.stdout.write(f"{'caught' if caught else 'MISSED'}  {case}\n")
-        sys.stdout.flush()
-    results.write(options.output, rows, results.describe(options.device))
+    with ThreadPoolExecutor(options.workers) as pool:
+        for fault, caught in zip(faults, pool.map(is_caught, faults), strict=True):
+            missed += not caught
+            rows.append(
+                results.row("planted", fault.case, "caught", [float(caught)], test=fault.test)
+            )
+            sys.stdout.write(f"{'caught' if caught else 'MISSED'}  {fault.case}\n")
+            sys.stdout.flush()
+    results.write(options.output, rows, results.describe(options.device, options.commit))
     return 1 if missed else 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from flint_kernels import ops, results
-from microbench import cases, kernels, plots, tables
+from microbench import cases, kernels, plots, roofline, tables
 from microbench.cases import (
     Group,
     Subject,
@@ -28,6 +29,7 @@ from microbench.cases import (
     attention,
     decode,
     kv_write,
+    moe_layer,
     moe_layer_chain,
     norm,
     prefill,
@@ -157,6 +159,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Group]]:
     monkeypatch.setattr(kv_write, "POSITIONS", 1024)
     monkeypatch.setattr(decode, "MODEL", decode.TINY)
     monkeypatch.setattr(prefill, "ROWS", (5, 8))
+    monkeypatch.setattr(moe_layer, "ROWS", (5,))
     monkeypatch.setattr(attention, "CASES", ((1, 90, 0), (3, 200, 33)))
     registry = cases.load()
 
@@ -173,7 +176,7 @@ DECODE_KERNELS = [
     "ll_dense_down", "ll_dense_gate_up", "ll_down", "ll_gate_up", "ll_norm", "ll_o", "ll_qkv",
     "ll_router", "lm_head",
 ]  # fmt: skip
-PREFILL_KERNELS = ["experts_around", "experts_down", "experts_gate_up", "linear"]
+PREFILL_KERNELS = ["experts_around", "experts_down", "experts_gate_up", "linear", "moe_layer"]
 ATTENTION = ["attention_decode"]
 LAYERS = "moe_layer_chain"  # a chain that is one launch: nothing of it is linked to another
 KERNELS = sorted(ROW_KERNELS + DECODE_KERNELS + ATTENTION)
@@ -337,22 +340,16 @@ def test_the_layers_depend_on_each_other(
     assert not torch.equal(subject.call(chain)[1], want[1])
 
 
-def test_a_stand_in_for_attention_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attends", [True, False])
+def test_what_o_takes_in_a_chain(attends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "MODEL", decode.TINY)
-    calls: list[bool] = []
-
-    def stand_in(arguments: dict[str, Any], out: torch.Tensor, *, enable_pdl: bool) -> None:
-        calls.append(enable_pdl)
-        out.copy_(arguments["q"])
-
     layers = moe_layer_chain.Layers("bf16", CPU)
-    chain = moe_layer_chain.Chain(layers, 1, stand_in)
-    got = [output.clone() for output in chain.launch(enable_pdl=True)]
-    assert calls == [True] * decode.TINY.layers
-    without = moe_layer_chain.Chain(layers, 1, None)
-    assert len(without.plan) == 6 * decode.TINY.layers
-    for one, two in zip(got, without.launch(enable_pdl=True), strict=True):
-        assert torch.equal(one, two)
+    plan = moe_layer_chain.Chain(layers, 1, attends=attends).plan
+    assert len(plan) == (6 + attends) * decode.TINY.layers
+    before = next(index for index, step in enumerate(plan) if step[0] == "bf16_linear") - 1
+    assert (plan[before][0] == "attention_decode") == attends
+    taken = plan[before + 1][1]["x"]
+    assert taken.data_ptr() == plan[before][2]["out" if attends else "q_out"].data_ptr()
 
 
 @pytest.fixture
@@ -519,7 +516,7 @@ def test_every_group_is_measured_from_buffers_to_rows(
             if name in ROW_KERNELS:
                 assert set(row["peers"]) == {"torch", "torch.compile"}
             else:
-                assert (row["peer"] == "") == (name == LAYERS)
+                assert (row["peer"] == "") == (name in (LAYERS, "moe_layer"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
@@ -554,6 +551,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of results with a kernels.json of made-up figures."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "KERNELS_PLOT", tmp_path / "kernels_h200.svg")
+    monkeypatch.setattr(tables, "ROOFLINE_PLOT", tmp_path / "roofline_h200.svg")
     results.write(tmp_path / "h200" / "kernels.json", made_up_rows(), META)
     return tmp_path
 
@@ -621,7 +619,7 @@ def test_the_table_of_prefill_is_made_of_rows(measured: Path) -> None:
 
 
 def test_the_plot_shows_cases_by_their_own_launches(measured: Path) -> None:
-    [drawing] = tables.drawings().values()
+    drawing = tables.drawings()[tables.KERNELS_PLOT]
     assert drawing is not None
     root = ElementTree.fromstring(drawing)
     space = "{http://www.w3.org/2000/svg}"
@@ -632,6 +630,50 @@ def test_the_plot_shows_cases_by_their_own_launches(measured: Path) -> None:
     assert bars[0] == pytest.approx(scale * 1.3 / 4, abs=0.1)
     assert bars[1] == pytest.approx(scale * plots.LIMIT, abs=0.1)  # twice the peer, cut off
     assert "→" in drawing
+
+
+def prefill_rows() -> list[results.Row]:
+    """Ceilings of 4 TB/s and 800 TFLOP/s; a product of 100 FLOP a byte at half of its roof."""
+    more = {"peer": "torch.mm", "peer_median": 9.0}
+    return [
+        results.row("roof", "copy, 1 MiB", "GB/s", [4000.0]),
+        results.row("roof", "copy, 2 MiB", "GB/s", [3000.0]),
+        results.row("roof", "bf16 matmul", "TFLOP/s", [800.0]),
+        results.row("linear", "M=64", "us", [10.0], flop=2 * 10**9, bytes=2 * 10**7, **more),
+        results.row("experts_around", "M=64", "us", [3.0], flop=0, bytes=10, **more),
+    ]
+
+
+def test_the_roofline_puts_a_kernel_where_its_rate_and_intensity_are(measured: Path) -> None:
+    results.write(measured / "h200" / "prefill_kernels.json", prefill_rows(), META)
+    drawing = tables.drawings()[tables.ROOFLINE_PLOT]
+    assert drawing is not None
+    assert tables.TABLES["prefill-kernels"]().startswith("![Kernels of many tokens")
+    root = ElementTree.fromstring(drawing)
+    space = "{http://www.w3.org/2000/svg}"
+    marks = root.findall(f"{space}circle")
+    assert [mark.findtext(f"{space}title") for mark in marks] == [
+        "linear M=64: 200 TFLOP/s",
+        "linear",  # of the legend: what has no operations is not drawn
+    ]
+    [path] = [p.get("d", "") for p in root.iter(f"{space}path") if p.get("class") == "roof"]
+    corners = [tuple(map(float, part.split())) for part in path.removeprefix("M ").split(" L ")]
+    (left, bottom), (ridge, top), (right, flat) = corners
+    assert top == flat < bottom
+    # The field is of 100 to 1000 FLOP a byte, and 100 to 1000 TFLOP/s; the ridge is at 200.
+    assert (right - ridge) / (right - left) == pytest.approx(math.log10(1000 / 200), abs=0.01)
+    assert float(marks[0].get("cx", "")) == pytest.approx(left, abs=0.2)
+    share = (bottom - float(marks[0].get("cy", ""))) / (bottom - top)
+    assert share == pytest.approx(math.log10(200 / 400) / math.log10(800 / 400), abs=0.01)
+
+
+def test_a_roofline_without_rows_or_ceilings_is_none(measured: Path) -> None:
+    assert tables.drawings()[tables.ROOFLINE_PLOT] is None
+    rows = [row for row in prefill_rows() if row["metric"] != "GB/s"]
+    results.write(measured / "h200" / "prefill_kernels.json", rows, META)
+    assert tables.drawings()[tables.ROOFLINE_PLOT] is None
+    with pytest.raises(ValueError, match="rows: got 0; want at least one"):
+        roofline.chart("title", [], 1.0, 1.0)
 
 
 def test_the_same_rows_draw_the_same_bytes() -> None:

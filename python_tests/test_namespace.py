@@ -245,9 +245,7 @@ def test_bodies_are_asked_in_turn_until_one_takes_the_call(taken_by: int | None)
 def test_native_bodies_name_their_buffers_as_the_op_does() -> None:
     """A parameter of another name would never be given, or be given what is no argument."""
     found = 0
-    bodies = [
-        (name, body) for name in REGISTRY for body in cuda.fast_bodies(name, experimental=True)
-    ]
+    bodies = [(name, body) for name in REGISTRY for body in cuda.fast_bodies(name)]
     for name, body in bodies:
         declaration = REGISTRY[name]
         parameters = inspect.signature(body).parameters

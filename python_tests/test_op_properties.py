@@ -129,7 +129,8 @@ def assert_right(name: str, arguments: Bound, way: Way) -> None:
     assert same_bits(arguments, mine, but=mutated), "an argument was written"
     here = tuple(result.cpu() for result in results)
     after = {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in mine.items()}
-    assert not (wrong := problems(Call(name, arguments, here, after))), wrong
+    call = Call(name, arguments, here, after, on_gpu=way.device == "cuda")
+    assert not (wrong := problems(call)), wrong
 
     again = copied(arguments, way.device)
     if REGISTRY[name].outputs:

@@ -21,7 +21,27 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }
 
+// Bytes that lie together; addresses and the number are multiples of 16. The barrier counts them.
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
+                                           const Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
+      "l"(reinterpret_cast<uint64_t>(from)), "r"(bytes), "r"(barrier.address())
+      : "memory");
+}
+
 // The barrier counts the box's bytes.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int first, int second,
+                                         int third, const Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(first), "r"(second), "r"(third),
+      "r"(barrier.address())
+      : "memory");
+}
+
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, const int (&at)[5],
                                          const Barrier& barrier) {
   asm volatile(

@@ -13,7 +13,7 @@ struct OrderJob {
   Routing routing;
   ExpertOrder order;
   int64_t entries;
-  int chunks, tile;
+  int chunks, tile, step;
 };
 
 // The expert of this thread's entry, or -1.
@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kMostExperts) plan_experts(const __grid_consta
   const int2 place = sums_before(total, of_warp), tile = sums_before(tiles, of_warp);
   if (expert < experts) {
     job.order.counts[job.chunks * experts + expert] = place.x;
-    const int size = tiles > 0 ? ((total + tiles - 1) / tiles + kWarp - 1) / kWarp * kWarp : 0;
+    const int each = tiles > 0 ? (total + tiles - 1) / tiles : 0;
+    const int size = (each + job.step - 1) / job.step * job.step;
     for (int i = 0; i < tiles; ++i) {
       const int first = min(i * size, total);
       job.order.tiles[tile.x + i] = {expert, place.x + first, min(size, total - first), 0};
@@ -199,9 +200,9 @@ __global__ void __launch_bounds__(kRowThreads) combine(const __grid_constant__ C
 
 }  // namespace
 
-cudaError_t order_entries(const Routing& routing, int tile, const ExpertOrder& order,
+cudaError_t order_entries(const Routing& routing, int tile, int step, const ExpertOrder& order,
                           const Launch& launch) {
-  OrderJob job{routing, order, int64_t{routing.tokens} * routing.top_k, 0, tile};
+  OrderJob job{routing, order, int64_t{routing.tokens} * routing.top_k, 0, tile, step};
   job.chunks = static_cast<int>(ceil_div(job.entries, kEntriesOfChunk));
   const Launch next{launch.stream, true};
   const dim3 chunks(static_cast<unsigned>(job.chunks));

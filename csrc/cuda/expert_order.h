@@ -40,8 +40,9 @@ inline ExpertOrder order_in(int32_t* memory, int64_t entries, int64_t experts, i
           tiles + 4 * most_tiles(entries, experts, tile)};
 }
 
-// Fills `order` for tiles of at most `tile` places, a multiple of 32. Stable, and on the device.
-cudaError_t order_entries(const Routing& routing, int tile, const ExpertOrder& order,
+// Fills `order` for tiles of at most `tile` places: a multiple of `step`, which the size of every
+// tile is too but that of an expert's last one. Stable, and on the device.
+cudaError_t order_entries(const Routing& routing, int tile, int step, const ExpertOrder& order,
                           const Launch& launch);
 
 // to[place] = from[entry at the place / share], rows of `width` BF16, a multiple of 8; `from` has

@@ -67,14 +67,15 @@ cudaError_t moe_down(const MoeDown& in, const Launch& launch);
 // 9.0: gate and up in fp32 after their scales, act = round(g * sigmoid(g) * u); y = round(scale *
 // sum(act * w)); out = round(round(sum(weight * y)) + shared), summed in the order of selection.
 //
-// What is done, in this order; bits. A product takes what the steps before it have left.
+// What is done, in this order; bits. A product takes what the steps before it have left, or, where
+// an expert's tokens are few, x and entry_act themselves: they are given with the products too.
 enum ExpertSteps : unsigned {
   kOrderEntries = 1,  // by the experts that they name: into `order`
   kGatherTokens = 2,  // x into `rows`, in that order
-  kGateUp = 4,        // `rows` into `act`
+  kGateUp = 4,        // `rows`, or x, into `act`
   kActByEntry = 8,    // with kGateUp: `act` is in the order of entries
   kGatherActs = 16,   // `entry_act` into `act`
-  kDown = 32,         // `act` into `rows`, in the order of entries
+  kDown = 32,         // `act`, or entry_act where it is given, into `rows`, in the order of entries
   kCombine = 64,      // `rows` into `out`
 };
 
@@ -86,7 +87,7 @@ struct RoutedExperts {
   int64_t x_stride;
   WeightMatrix gate_up;          // [experts, 2 * routed_size, hidden]: gate rows, then up rows
   const float* gate_up_scale_2;  // [experts, 2]
-  const void* entry_act;         // [tokens, top_k, routed_size] BF16
+  const void* entry_act;         // [tokens, top_k, routed_size] BF16, or null
   WeightMatrix down;             // [experts, hidden, routed_size]
   const float* down_scale_2;     // [experts]
   const float* weights;          // [tokens, top_k]

@@ -1,13 +1,14 @@
 // The routed experts of many tokens: entries in the order of their experts, then each expert's
 // products with its own.
 #include "cuda/expert_order.h"
+#include "cuda/experts_thin.h"
 #include "cuda/nvfp4_launch.cuh"
 #include "cuda/nvfp4_product.cuh"
 
 namespace flint::cuda {
 namespace {
 
-// For experts of few tokens each, where weights are what takes the time; and of many.
+// For experts of some tokens each, and of many. Those of a few: experts_thin.h.
 using Narrow = ProductPlan<32, 8, 2, 2, 3, true>;
 using Wide = ProductPlan<256, 32, 1, 5, 2>;
 
@@ -80,37 +81,68 @@ cudaError_t launch_down(const RoutedExperts& in, const ExpertOrder& order, const
                               &job, tiles, launch);
 }
 
+// Those of `wanted` steps that are run, one after the other.
+struct Steps {
+  unsigned wanted;
+  Launch launch;
+  cudaError_t error = cudaSuccess;
+
+  template <typename Run>
+  void run(unsigned which, Run&& step) {
+    if ((wanted & which) == 0 || error != cudaSuccess) return;
+    error = step(launch);
+    launch.pdl = true;  // each kernel waits for the one before it, whichever this was
+  }
+};
+
+CombineExperts combine_of(const RoutedExperts& in) {
+  return {in.routing, in.weights, in.rows, in.shared, in.out, in.hidden};
+}
+
 template <typename Plan>
 cudaError_t launch_steps(const RoutedExperts& in, Launch launch) {
   const int64_t entries = entries_of(in.routing);
   const ExpertOrder order = order_in(in.order, entries, in.routing.experts, Plan::kTokens);
-  cudaError_t error = cudaSuccess;
-  const auto step = [&](unsigned which, auto&& run) {
-    if ((in.steps & which) == 0 || error != cudaSuccess) return;
-    error = run();
-    launch.pdl = true;  // each kernel waits for the one before it, whichever this was
-  };
-  step(kOrderEntries, [&] { return order_entries(in.routing, Plan::kTokens, order, launch); });
-  step(kGatherTokens, [&] {
+  Steps steps{in.steps, launch};
+  steps.run(kOrderEntries, [&](const Launch& here) {
+    return order_entries(in.routing, Plan::kTokens, kRowGroup, order, here);
+  });
+  steps.run(kGatherTokens, [&](const Launch& here) {
     return gather_rows({in.x, in.x_stride, in.rows, in.hidden, in.routing.top_k, Plan::kArranged},
-                       in.routing, order, launch);
+                       in.routing, order, here);
   });
-  step(kGateUp, [&] { return launch_gate_up<Plan>(in, order, launch); });
-  step(kGatherActs, [&] {
+  steps.run(kGateUp, [&](const Launch& here) { return launch_gate_up<Plan>(in, order, here); });
+  steps.run(kGatherActs, [&](const Launch& here) {
     return gather_rows({in.entry_act, in.routed_size, in.act, in.routed_size, 1, Plan::kArranged},
-                       in.routing, order, launch);
+                       in.routing, order, here);
   });
-  step(kDown, [&] { return launch_down<Plan>(in, order, launch); });
-  step(kCombine, [&] {
-    return combine_experts({in.routing, in.weights, in.rows, in.shared, in.out, in.hidden}, launch);
-  });
-  return error;
+  steps.run(kDown, [&](const Launch& here) { return launch_down<Plan>(in, order, here); });
+  steps.run(kCombine, [&](const Launch& here) { return combine_experts(combine_of(in), here); });
+  return steps.error;
 }
+
+// Rows of a token are read where they lie, and acts are in the order of entries throughout: nothing
+// is gathered.
+cudaError_t launch_thin_steps(int tile, const RoutedExperts& in, Launch launch) {
+  const ExpertOrder order = order_in(in.order, entries_of(in.routing), in.routing.experts, tile);
+  Steps steps{in.steps, launch};
+  steps.run(kOrderEntries, [&](const Launch& here) {
+    return order_entries(in.routing, tile, kThinStep, order, here);
+  });
+  steps.run(kGateUp, [&](const Launch& here) { return thin_gate_up(tile, in, order, here); });
+  steps.run(kDown, [&](const Launch& here) { return thin_down(tile, in, order, here); });
+  steps.run(kCombine, [&](const Launch& here) { return combine_experts(combine_of(in), here); });
+  return steps.error;
+}
+
+int thin_tile_of(const RoutedExperts& in) { return thin_fits(in) ? thin_tile(in.routing) : 0; }
 
 }  // namespace
 
 int64_t routed_experts_many_words(const Routing& routing) {
-  const int tile = is_narrow(routing) ? Narrow::kTokens : Wide::kTokens;
+  // The smaller the tiles, the more there are: enough, whatever the widths decide.
+  const int thin = thin_tile(routing);
+  const int tile = thin > 0 ? thin : is_narrow(routing) ? Narrow::kTokens : Wide::kTokens;
   return words_of_order(entries_of(routing), routing.experts, tile);
 }
 
@@ -129,6 +161,7 @@ bool routed_experts_many_fits(const RoutedExperts& in) {
 }
 
 cudaError_t routed_experts_many(const RoutedExperts& in, const Launch& launch) {
+  if (const int tile = thin_tile_of(in); tile > 0) return launch_thin_steps(tile, in, launch);
   return is_narrow(in.routing) ? launch_steps<Narrow>(in, launch) : launch_steps<Wide>(in, launch);
 }
 

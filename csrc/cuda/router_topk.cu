@@ -28,15 +28,16 @@ __global__ void __launch_bounds__(kThreads)
     const bool is_one = expert < in.experts;
     keys[i] = is_one ? topk_key_bf16(logits[expert], static_cast<uint16_t>(expert)) : 0;
   }
-  uint32_t chosen = 0;  // lane r keeps the r-th
-  uint32_t last = 0xffffffffu;
+  uint32_t chosen = 0;             // lane r keeps the r-th
+  uint32_t highest = 0xffffffffu;  // what is left; NaN of expert 0 has this very key
   for (int round = 0; round < in.top_k; ++round) {
-    // Keys are distinct: the next one is the largest that is smaller.
+    // Keys are distinct: the next one is the largest that is smaller. An expert's is never 0.
     uint32_t best = 0;
 #pragma unroll
-    for (int i = 0; i < kLaneExperts; ++i) best = keys[i] < last ? max(best, keys[i]) : best;
-    last = __reduce_max_sync(0xffffffffu, best);
-    if (round == lane) chosen = last;
+    for (int i = 0; i < kLaneExperts; ++i) best = keys[i] <= highest ? max(best, keys[i]) : best;
+    best = __reduce_max_sync(0xffffffffu, best);
+    if (round == lane) chosen = best;
+    highest = best - 1;
   }
   float score = 1.0f / (1.0f + expf(-topk_logit_bf16(chosen)));
   if (in.renormalize) {

@@ -83,4 +83,29 @@ inline cudaError_t describe(const TensorInMemory& tensor, CUtensorMap* map) {
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// A row-major matrix of bytes with rows of `columns`, a multiple of 128, read in boxes of
+// `box_rows` whole rows: of which the first 128 columns come first, row behind row and with chunks
+// exchanged as above, then the next 128.
+struct RowsInMemory {
+  const void* bytes;
+  int64_t rows, columns;
+  int box_rows;  // up to 256; columns up to 128 * 256
+};
+
+inline cudaError_t describe(const RowsInMemory& matrix, CUtensorMap* map) {
+  static const auto encode = find_tensor_map_encoder();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  constexpr int kAcross = 128;
+  const auto blocks = static_cast<cuuint32_t>(matrix.columns / kAcross);
+  const cuuint64_t size[] = {kAcross, static_cast<cuuint64_t>(matrix.rows), blocks};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(matrix.columns), kAcross};
+  const cuuint32_t box[] = {kAcross, static_cast<cuuint32_t>(matrix.box_rows), blocks};
+  const cuuint32_t steps[] = {1, 1, 1};
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(matrix.bytes), size, strides,
+             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 }  // namespace flint::cuda

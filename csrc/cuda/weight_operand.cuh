@@ -6,34 +6,11 @@
 #include <cstdint>
 
 #include "cuda/nvfp4_decode.cuh"
+#include "cuda/shared_loads.cuh"
 
 namespace flint::cuda {
 
 inline constexpr int kWeightColumns = 256;  // of a stage of weights
-
-__device__ __forceinline__ uint4 load_shared(uint32_t from) {
-  uint4 value;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(from)
-               : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint2 load_shared_words(uint32_t from) {
-  uint2 value;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-               : "=r"(value.x), "=r"(value.y)
-               : "r"(from)
-               : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
-  uint32_t value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
-  return value;
-}
 
 // The bits of `first` under the mask, else those of `second`.
 __device__ __forceinline__ uint32_t choose_bits(uint32_t mask, uint32_t first, uint32_t second) {

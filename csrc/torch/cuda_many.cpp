@@ -53,7 +53,9 @@ bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hi
   in.routing = routing_of(call, ids, experts);
   in.hidden = static_cast<int>(hidden);
   in.routed_size = static_cast<int>(routed);
-  if (!missing(cuda::kGatherTokens, x, "x")) {
+  missing(cuda::kGatherTokens, x, "x");
+  missing(cuda::kGateUp, x, "x");
+  if (x.has_value()) {
     call.check_on(*x, "x");
     if (!many_rows(*x)) return false;
     STD_TORCH_CHECK(x->size(0) == tokens && x->size(1) == hidden, "x: want [tokens, hidden]");
@@ -67,7 +69,8 @@ bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hi
     in.gate_up = weights.matrix;
     in.gate_up_scale_2 = weights.scale_2;
   }
-  if (!missing(cuda::kGatherActs, entry_act, "entry_act")) {
+  missing(cuda::kGatherActs, entry_act, "entry_act");
+  if (entry_act.has_value()) {
     call.check_dense(*entry_act, "entry_act", true, entries * routed);
     in.entry_act = data<void>(*entry_act);
   }

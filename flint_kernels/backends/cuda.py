@@ -8,7 +8,6 @@ many. Which of them it is follows from the call's form, the process and the GPU 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
@@ -30,34 +29,30 @@ from flint_kernels.ops import REGISTRY, implement
 
 Body = Callable[..., Any]
 
-EXPERIMENTAL_VARIABLE = "FLINT_KERNELS_EXPERIMENTAL"
-"""Set to 1 before the import, this environment variable puts kernels into use whose present form
-has not passed its tests on a GPU."""
+# In the order in which they are asked.
+_MODULES: tuple[ModuleType, ...] = (
+    native_cuda,
+    native_decode,
+    native_many,
+    native_attention,
+    native_prefill,
+    native_router,
+)
 
 
 def register() -> None:
     """A choice between the bodies under each op that has a kernel in the library."""
-    experimental = os.environ.get(EXPERIMENTAL_VARIABLE, "0") not in ("", "0")
     for name in REGISTRY:
-        fast = fast_bodies(name, experimental=experimental)
+        fast = fast_bodies(name)
         if fast:
             choice = _choice(name, _first_to_take(fast), gpu_general.general_body(name))
             implement(name, "CUDA", choice, out_body=choice)
 
 
-# Of native_many: the others launch the same kernels, but have not run as whole ops.
-_RUN_OF_MANY = ("nvfp4_linear", "nvfp4_linear_silu_and_mul")
-
-
-def fast_bodies(name: str, *, experimental: bool) -> list[Body]:
+def fast_bodies(name: str) -> list[Body]:
     """The bodies of op `name` that launch the library's kernels, in the order in which they are
-    asked; none where there is no kernel. `experimental`: those among them too."""
-    modules: list[ModuleType] = [native_cuda, native_decode, native_prefill]
-    if experimental or name in _RUN_OF_MANY:
-        modules.append(native_many)
-    if experimental:
-        modules += (native_attention, native_router)
-    return [getattr(module, name) for module in modules if hasattr(module, name)]
+    asked; none where there is no kernel."""
+    return [getattr(module, name) for module in _MODULES if hasattr(module, name)]
 
 
 def _first_to_take(bodies: Sequence[Body]) -> Body:

@@ -1,5 +1,4 @@
-"""The GPU body of the library's decode attention. Experimental: its present form has not run on a
-GPU, and it is asked only where `cuda.EXPERIMENTAL_VARIABLE` is set.
+"""The GPU body of the library's decode attention.
 
 It takes what the reference body takes, and the output's buffer where there is one. It returns
 NotImplemented, with nothing written, where the kernels do not take the call: a general body has to.

@@ -1,5 +1,4 @@
-"""The GPU body of the library's choice of experts, for any number of tokens. Experimental: it has
-not run on a GPU, and it is asked only where `cuda.EXPERIMENTAL_VARIABLE` is set.
+"""The GPU body of the library's choice of experts, for any number of tokens.
 
 It returns NotImplemented, with nothing written, where the kernel does not take the call: a general
 body has to. It reads nothing back, so a CUDA graph can hold it.

@@ -224,7 +224,10 @@ def attention_prefill(
 
     Returns: [T, Hq, D], the dtype of q, contiguous.
 
-    Values: as in `attention_decode`; offsets that do not rise from 0 to T are an error likewise.
+    Values: as in `attention_decode`; offsets that do not rise from 0 to T are an error likewise. On
+    a GPU a NaN or an infinity in V, of the chunk or of the past that it sees, may make NaN of the
+    same column in the other rows of its chunk too, those before it and those whose window has left
+    it behind; it never reaches another request.
     """
     check = Checker("attention_prefill", "q", q)
     check.tensor("q", q, ACTIVATIONS, [None, None, None])

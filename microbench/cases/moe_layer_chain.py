@@ -7,7 +7,7 @@ layers are 22 GB in NVFP4 and 77 GB in BF16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from flint_kernels import ops
 from flint_kernels.model import cos_sin_table
 from flint_kernels.ops import REGISTRY
-from microbench import attention_stand_in
 from microbench.cases import Group, Outputs, Subject, bench, decode, generator, near_one, randn
 from microbench.cases.decode import CHECKPOINTS, EPS, PAGE, launch_bytes
 from microbench.cases.kv_write import THETA
@@ -25,17 +24,34 @@ from microbench.cases.kv_write import THETA
 ROWS = (1, 8)
 
 Arguments = dict[str, Any]
-# Launches attention: its arguments by name and its output's buffer.
-Attend = Callable[..., None]
 
 
-def window_attention(arguments: Arguments, out: Tensor, *, enable_pdl: bool) -> None:
-    """What stands in the chain for attention. It takes part in PDL, or the chain would be none."""
-    fits = arguments["k_cache"].numel() // out.shape[0] >= 16 * attention_stand_in.ELEMENTS
-    if out.is_cuda and fits:
-        attention_stand_in.attend(arguments, out, enable_pdl=enable_pdl)
-    else:  # small sizes, and where there is no GPU
-        ops.attention_decode(**arguments, out=out, enable_pdl=enable_pdl)
+def layer_weights(checkpoint: str, device: torch.device, seed: int) -> dict[str, dict[str, Tensor]]:
+    """Those of a layer, as its ops take them."""
+    m = decode.MODEL
+
+    def made(index: int, name: str, *shape: int, scales: tuple[int, ...] = ()) -> dict[str, Tensor]:
+        return decode.weights(name, checkpoint, device, seed + index, *shape, scales=scales)
+
+    router = decode.weights("router_weight", "bf16", device, seed, m.experts, m.hidden)
+    return {
+        "input_norm": {"weight": near_one(device, seed + 1, m.hidden)},
+        "qkv": {
+            **made(2, "weight", m.qkv_rows, m.hidden, scales=(3,)),
+            "q_weight": near_one(device, seed + 3, m.dim),
+            "k_weight": near_one(device, seed + 4, m.dim),
+        },
+        "o": made(5, "weight", m.hidden, m.heads * m.dim),
+        "router": {"weight": near_one(device, seed + 6, m.hidden), **router},
+        "gate_up": {
+            **made(7, "w13", m.experts, 2 * m.width, m.hidden, scales=(m.experts, 2)),
+            **made(8, "shared_w13", 2 * m.shared, m.hidden, scales=(2,)),
+        },
+        "down": {
+            **made(9, "w2", m.experts, m.hidden, m.width, scales=(m.experts,)),
+            **made(10, "shared_w2", m.hidden, m.shared),
+        },
+    }
 
 
 class Layers:
@@ -43,44 +59,15 @@ class Layers:
 
     def __init__(self, checkpoint: str, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
-        self.layers = [self._layer(100 * index) for index in range(decode.MODEL.layers)]
-
-    def _layer(self, seed: int) -> dict[str, dict[str, Tensor]]:
-        m, device = decode.MODEL, self.device
-
-        def made(
-            index: int, name: str, *shape: int, scales: tuple[int, ...] = ()
-        ) -> dict[str, Tensor]:
-            form = name, self.checkpoint, device, seed + index
-            return decode.weights(*form, *shape, scales=scales)
-
-        router = decode.weights("router_weight", "bf16", device, seed, m.experts, m.hidden)
-        return {
-            "input_norm": {"weight": near_one(device, seed + 1, m.hidden)},
-            "qkv": {
-                **made(2, "weight", m.qkv_rows, m.hidden, scales=(3,)),
-                "q_weight": near_one(device, seed + 3, m.dim),
-                "k_weight": near_one(device, seed + 4, m.dim),
-            },
-            "o": made(5, "weight", m.hidden, m.heads * m.dim),
-            "router": {"weight": near_one(device, seed + 6, m.hidden), **router},
-            "gate_up": {
-                **made(7, "w13", m.experts, 2 * m.width, m.hidden, scales=(m.experts, 2)),
-                **made(8, "shared_w13", 2 * m.shared, m.hidden, scales=(2,)),
-            },
-            "down": {
-                **made(9, "w2", m.experts, m.hidden, m.width, scales=(m.experts,)),
-                **made(10, "shared_w2", m.hidden, m.shared),
-            },
-        }
+        count = decode.MODEL.layers
+        self.layers = [layer_weights(checkpoint, device, 100 * index) for index in range(count)]
 
 
 class Chain:
     """The launches of all layers for `rows` requests, each beyond its window's first tokens."""
 
-    def __init__(self, layers: Layers, rows: int, attend: Attend | None) -> None:
+    def __init__(self, layers: Layers, rows: int, *, attends: bool) -> None:
         m, device = decode.MODEL, layers.device
-        self._attend = attend
         self.plan: list[tuple[str, Arguments, dict[str, Tensor]]] = []
         self._rows, self._device = rows, device
         workspace = {"workspace": ops.make_workspace(device)}
@@ -119,13 +106,13 @@ class Chain:
                 {"x": normed, **layer["qkv"], **step, **cache, **eps, **workspace},
                 {"q_out": q},
             )
-            if attend is not None:
+            if attends:
                 self._add(
                     "attention_decode",
                     {"q": q, **cache, **seen, "sinks": sinks, **workspace},
                     {"out": attended},
                 )
-            mixed_heads = q if attend is None else attended
+            mixed_heads = attended if attends else q
             self._add(
                 f"{layers.checkpoint}_linear",
                 {"x": mixed_heads.view(rows, -1), **layer["o"]},
@@ -169,24 +156,16 @@ class Chain:
     def _add(self, op: str, arguments: Arguments, outputs: dict[str, Tensor]) -> None:
         self.plan.append((op, arguments, outputs))
 
-    def _run(
-        self, op: str, arguments: Arguments, outputs: dict[str, Tensor], *, enable_pdl: bool
-    ) -> None:
-        if op == "attention_decode" and self._attend is not None:
-            self._attend(arguments, outputs["out"], enable_pdl=enable_pdl)
-        else:
-            REGISTRY[op].packet.out(**arguments, **outputs, enable_pdl=enable_pdl)
-
     def launch(self, *, enable_pdl: bool) -> Outputs:
-        for step in self.plan:
-            self._run(*step, enable_pdl=enable_pdl)
+        for op, arguments, outputs in self.plan:
+            REGISTRY[op].packet.out(**arguments, **outputs, enable_pdl=enable_pdl)
         return self.out, self.residual
 
     def bytes(self) -> int:
         """What all launches move. It runs them: which experts are read, the data decides."""
         m, total = decode.MODEL, 0
         for op, arguments, outputs in self.plan:
-            self._run(op, arguments, outputs, enable_pdl=False)
+            REGISTRY[op].packet.out(**arguments, **outputs)
             if op == "attention_decode":  # of the caches, the window of each request
                 total += self._rows * m.window * 2 * m.kv_rows * 2
                 small = {k: v for k, v in arguments.items() if k not in decode.CACHES}
@@ -200,11 +179,11 @@ def launch(chain: Chain, *, enable_pdl: bool) -> Outputs:
     return chain.launch(enable_pdl=enable_pdl)
 
 
-def groups(name: str, device: torch.device, attend: Attend | None) -> Iterator[Group]:
+def groups(name: str, device: torch.device, *, attends: bool) -> Iterator[Group]:
     for checkpoint in CHECKPOINTS:
         layers = Layers(checkpoint, device)
         for rows in ROWS:
-            chain = Chain(layers, rows, attend)
+            chain = Chain(layers, rows, attends=attends)
             case = f"M={rows} layers={len(layers.layers)}"
             subjects = [
                 Subject("flint pdl", partial(launch, enable_pdl=True), case),
@@ -217,15 +196,14 @@ def groups(name: str, device: torch.device, attend: Attend | None) -> Iterator[G
                 lambda _, chain=chain: chain,  # type: ignore[misc]
                 subjects,
                 checkpoint=checkpoint,
-                note=attention_stand_in.NOTE if attend is not None else "",
             )
 
 
 @bench("moe_layer_chain", file="decode_kernels")
 def _(device: torch.device) -> Iterator[Group]:
-    return groups("moe_layer_chain", device, window_attention)
+    return groups("moe_layer_chain", device, attends=True)
 
 
 @bench("moe_layer_chain_without_attention", file="decode_kernels", on_request=True)
 def _(device: torch.device) -> Iterator[Group]:
-    return groups("moe_layer_chain_without_attention", device, None)
+    return groups("moe_layer_chain_without_attention", device, attends=False)

@@ -20,7 +20,7 @@ from support import bits, captured
 from torch import Tensor
 
 from flint_kernels import ops
-from flint_kernels.backends import cuda, native_attention
+from flint_kernels.backends import native_attention
 from flint_kernels.reference import attention as reference
 
 pytestmark = pytest.mark.gpu
@@ -37,8 +37,6 @@ REPLAYS = 1000 if ON_GPU else 3
 
 @pytest.fixture(autouse=True)
 def _errors_belong_to_their_test() -> Iterator[None]:
-    if ON_GPU:
-        assert os.environ.get(cuda.EXPERIMENTAL_VARIABLE) == "1", "set it, as `make gpu-test` does"
     yield
     if ON_GPU:
         torch.cuda.synchronize()

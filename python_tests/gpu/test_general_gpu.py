@@ -393,3 +393,28 @@ def test_T1_T2_router_equals_the_cpu_s(run: Run) -> None:
         want_weights, want_ids = cpu.reference_body("router_topk")(**arguments)
         assert torch.equal(ids.cpu(), want_ids)
         torch.testing.assert_close(weights.cpu(), want_weights, rtol=2**-7, atol=0, equal_nan=True)
+
+
+def test_a_window_beyond_int32_is_none(run: Run) -> None:
+    k, v = (randn(4, 16, 2, 32, seed=s) for s in (1, 2))
+    past = k, v, int32(2, 1)[None], int32(20)
+    chunk = randn(3, 8, 32, seed=3), randn(3, 2, 32, seed=4), randn(3, 2, 32, seed=5), int32(0, 3)
+    for window in (2**31 - 2, 2**31 - 1, 2**31, 2**63 - 1):
+        for name, args in (
+            ("attention_decode", (randn(1, 8, 32), *past, None)),
+            ("attention_prefill", (*chunk, *past, None)),
+        ):
+            bound = (REGISTRY[name].bind((*args, given), {}) for given in (0, window))
+            results = [as_tuple(run(name, on_gpu(arguments))) for arguments in bound]
+            assert torch.equal(bits(results[0][0]), bits(results[1][0])), (name, window)
+
+
+@pytest.mark.parametrize("hidden", [0, 32])
+def test_experts_without_columns(run: Run, hidden: int) -> None:
+    """Of the tokens or of the experts; and no entries at all."""
+    for entries in (0, 2):
+        ids = torch.zeros(3, entries, dtype=torch.int32)
+        weights = (randn(2, 2 * (32 - hidden), hidden), randn(2, hidden, 32 - hidden))
+        args = randn(3, hidden), torch.ones(3, entries), ids, *weights, None
+        (out,) = run("bf16_routed_experts", on_gpu(REGISTRY["bf16_routed_experts"].bind(args, {})))
+        assert out.shape == (3, hidden) and not out.any()

@@ -164,7 +164,7 @@ def test_other_widths_are_handed_back_and_computed() -> None:
 # -------------------------------------------------------------------------------------- experts
 
 
-def expert_arguments(rows: int, routing: str, hidden: int = HIDDEN) -> Bound:
+def expert_arguments(rows: int, routing: str, hidden: int = HIDDEN, width: int = WIDTH) -> Bound:
     generator = torch.Generator("cuda").manual_seed(5)
     shape = (rows, TOP_K)
     if routing == "random":
@@ -176,8 +176,8 @@ def expert_arguments(rows: int, routing: str, hidden: int = HIDDEN) -> Bound:
         ids = (torch.rand(shape, generator=generator, device="cuda") ** 4 * EXPERTS).long()
     else:  # skipped and impossible ones among them
         ids = torch.randint(-2, EXPERTS + 2, shape, generator=generator, device="cuda")
-    w13, w13_scale = weight(EXPERTS, 2 * WIDTH, hidden, seed=1)
-    w2, w2_scale = weight(EXPERTS, hidden, WIDTH, seed=2)
+    w13, w13_scale = weight(EXPERTS, 2 * width, hidden, seed=1)
+    w2, w2_scale = weight(EXPERTS, hidden, width, seed=2)
     factors = 1.0 + torch.arange(2 * EXPERTS, device="cuda").reshape(EXPERTS, 2) % 5
     return REGISTRY["nvfp4_routed_experts"].bind(
         (
@@ -215,10 +215,25 @@ def to_bf16(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("routing", ["random", "one takes all", "unequal", "skipped"])
-@pytest.mark.parametrize("rows", [9, 60, 300, 2048, 10_923])
+@pytest.mark.parametrize("rows", [9, 60, 300, 2048, 10_923, 65_536])
 def test_experts(rows: int, routing: str) -> None:
     """Q5, Q6: error to fp64 as that of fp64 arithmetic rounded to BF16 at the same points."""
     arguments = expert_arguments(rows, routing)
+    (got,) = taken("nvfp4_routed_experts", arguments)
+    exact = experts_in_fp64(arguments, lambda values: values)
+    plain = experts_in_fp64(arguments, to_bf16)
+    assert relative_error(got, exact) <= ALLOWED * relative_error(plain, exact)
+
+
+# Of each width that the kernels for a few tokens an expert have a form for, and one more.
+WIDTHS = [(2048, 512), (1024, 2048), (256, 1024), (768, 256)]
+
+
+@pytest.mark.parametrize("routing", ["random", "one takes all", "unequal", "skipped"])
+@pytest.mark.parametrize("rows", [9, 40, 100, 250])
+@pytest.mark.parametrize(("hidden", "width"), WIDTHS)
+def test_experts_of_few_tokens_each(rows: int, routing: str, hidden: int, width: int) -> None:
+    arguments = expert_arguments(rows, routing, hidden, width)
     (got,) = taken("nvfp4_routed_experts", arguments)
     exact = experts_in_fp64(arguments, lambda values: values)
     plain = experts_in_fp64(arguments, to_bf16)
@@ -234,7 +249,7 @@ def test_experts_without_a_shared_output(rows: int) -> None:
     assert relative_error(got, exact) <= ALLOWED * relative_error(plain, exact)
 
 
-@pytest.mark.parametrize("rows", [60, 2048])
+@pytest.mark.parametrize("rows", [30, 60, 300, 2048])
 def test_nan_rows_do_not_leak(rows: int) -> None:
     """Q4: in x, in the shared output, and in the weights of skipped entries."""
     arguments = expert_arguments(rows, "skipped")
@@ -247,7 +262,7 @@ def test_nan_rows_do_not_leak(rows: int) -> None:
     assert torch.equal(bits(got[::2]), bits(want[::2]))
 
 
-@pytest.mark.parametrize("rows", [60, 2048])
+@pytest.mark.parametrize("rows", [30, 60, 300, 2048])
 def test_a_graph_takes_other_routing(rows: int) -> None:
     """What the order of entries decides is decided on the device."""
     arguments = expert_arguments(rows, "random")
@@ -297,6 +312,7 @@ def test_choice_of_experts(shape: tuple[int, int, int], renormalize: bool) -> No
         : len(range(0, experts, 5))
     ]
     logits[::7, 1] = torch.nan
+    logits[-1] = torch.nan  # that of expert 0 has the largest key there is
     for view in (logits, logits.repeat(1, 2)[:, :experts]):
         bound = REGISTRY["router_topk"].bind((view, top_k, renormalize), {})
         weights, ids = as_tuple(native_router.router_topk(**bound))

@@ -8,14 +8,25 @@ wrote. LOW_LATENCY_DEVICE=cpu runs the calls against the CPU's bodies.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator
 
 import op_samples
 import pytest
 import torch
-from low_latency import BF16, CALLS, DEVICE, FAST_ROWS, ON_GPU, op_name, run, sample
+from attention_case import Case
+from low_latency import (
+    BF16,
+    CALLS,
+    DEVICE,
+    FAST_ROWS,
+    MOST_ROWS,
+    ON_GPU,
+    nvfp4,
+    op_name,
+    run,
+    sample,
+)
 from support import as_tuple
 from test_contract_gpu import calls
 
@@ -28,9 +39,19 @@ pytestmark = pytest.mark.gpu
 NAMES = sorted(REGISTRY)
 # The model's own sizes have plans of their own; so have 1, a few and all of the fast rows.
 SIZES = ("flint", "flint-tiny", "odd")
-ROWS = (1, 2, 4, FAST_ROWS)
+# And what has more goes to the kernels for many.
+ROWS = (1, 2, 4, FAST_ROWS, MOST_ROWS)
 WIDTHS = (33, 128, 512, 2048, 4096, 8192)
 CACHED_ROWS = (1, 5, 300)
+# Tokens at which each of the three tiles of the product is the quickest, on an H200.
+PRODUCT_TOKENS = (100, 1000, 2048)
+# By entries an expert, of each way to multiply experts: 4, 9, 23 and 45. The first two have a form
+# for each width.
+EXPERT_TOKENS = (5, 12, 30, 60)
+EXPERT_SIZES = ((512, 256), (2048, 1024), (256, 512), (1024, 2048))
+# One request in few splits, eight in more than there are multiprocessors; a cluster's windows.
+LENGTHS = ([300], [2100] * 8, [0, 1, 130])
+WINDOWS = (0, 16, 513, 2000)
 HEADS = ((128, BF16), (64, BF16), (20, BF16), (7, torch.float32))
 
 
@@ -99,6 +120,50 @@ def test_cache_writes(rows: int, dim: int, dtype: torch.dtype) -> None:
         ops.kv_cache_write(k, v, slots, *cache)
 
 
+@pytest.mark.parametrize("tokens", PRODUCT_TOKENS)
+def test_projections_of_many_tokens(tokens: int) -> None:
+    columns, rows = 256, 2048
+    x = randn(tokens, columns)
+    for scales in ((2,), (1,)):
+        weight = nvfp4(rows, columns, scales=scales).values()
+        ops.nvfp4_linear(x, *weight, [rows // scales[0]] * scales[0], enable_pdl=True)
+    ops.nvfp4_linear_silu_and_mul(x, *nvfp4(rows, columns, scales=(2,)).values())
+
+
+@pytest.mark.parametrize(("hidden", "width"), EXPERT_SIZES)
+@pytest.mark.parametrize("tokens", EXPERT_TOKENS)
+def test_experts_of_many_tokens(tokens: int, hidden: int, width: int) -> None:
+    experts, top_k = 8, 6
+    ids = torch.argsort(randn(tokens, experts).float(), dim=1)[:, :top_k].to(torch.int32)
+    ids[1, :2] = -1
+    weights = torch.full((tokens, top_k), 1 / top_k, device=DEVICE)
+    w13 = nvfp4(experts, 2 * width, hidden, scales=(experts, 2)).values()
+    w2 = nvfp4(experts, hidden, width, scales=(experts,)).values()
+    x = randn(tokens, hidden)
+    for shared in (None, x):
+        ops.nvfp4_routed_experts(x, weights, ids, *w13, *w2, shared)
+    own13, own2 = nvfp4(2 * width, hidden, scales=(2,)), nvfp4(hidden, width)
+    routed, shared = ops.nvfp4_moe_gate_up(x, ids, *w13, *own13.values())
+    ops.nvfp4_moe_down(routed, shared, weights, ids, *w2, *own2.values())
+
+
+@pytest.mark.parametrize("experts", [7, 256, 1000])
+def test_choice_of_experts(experts: int) -> None:
+    for rows in (1, 9):
+        logits = randn(rows, experts)
+        logits[-1] = torch.nan
+        assert ops.router_topk(logits, 6)[1][-1].tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_decode_attention(window: int) -> None:
+    for lengths in LENGTHS:
+        for layout in ("hnd", "interleaved"):
+            case = Case(lengths, DEVICE, window=window, layout=layout)
+            for enable_pdl in (False, True):
+                assert bool(case.run(enable_pdl=enable_pdl).isfinite().all())
+
+
 def test_repack_aligned_and_not() -> None:
     blocks = op_samples.gguf_blocks(7, 320).to(DEVICE)
     off = torch.empty(blocks.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(blocks.shape)
@@ -117,22 +182,38 @@ def test_unsanitized_the_calls_here_launch_every_kernel() -> None:
         for kernel in native.build_info()["cuda_kernels"]
         if kernel["architecture"].rstrip("af") == capability
     }
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for name in NAMES:
-            samples_of(name)
-        for step, checkpoint in CALLS:
-            for size in SIZES:
-                test_decode_steps(step, checkpoint, size)
-        for width, dtype in itertools.product(WIDTHS, (BF16, torch.float32)):
-            test_rows_of_every_width(width, dtype)
-        for rows, (dim, dtype) in itertools.product(CACHED_ROWS, HEADS):
-            test_cache_writes(rows, dim, dtype)
-        test_repack_aligned_and_not()
-        torch.cuda.synchronize()
-    launched = {plain_name(event.key) for event in profile.key_averages()}
+    launched = set()
+    for part in parts():
+        # One at a time: of some ten thousand launches torch's profiler loses the first.
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            part()
+            torch.cuda.synchronize()
+        launched |= {plain_name(event.key) for event in profile.key_averages()}
     missing = {name for name in built if plain_name(name) not in launched}
     assert not missing
+
+
+def parts() -> Iterator[Callable[[], object]]:
+    """The calls of all tests, in pieces."""
+    for first in range(0, len(NAMES), 8):
+        yield lambda first=first: [samples_of(name) for name in NAMES[first : first + 8]]
+    for step, checkpoint in CALLS:
+        yield lambda step=step, checkpoint=checkpoint: [
+            test_decode_steps(step, checkpoint, size) for size in SIZES
+        ]
+    yield lambda: [test_rows_of_every_width(width, BF16) for width in WIDTHS]
+    yield lambda: [test_rows_of_every_width(width, torch.float32) for width in WIDTHS]
+    for rows in CACHED_ROWS:
+        yield lambda rows=rows: [test_cache_writes(rows, dim, dtype) for dim, dtype in HEADS]
+    yield lambda: [test_projections_of_many_tokens(tokens) for tokens in PRODUCT_TOKENS]
+    for hidden, width in EXPERT_SIZES:
+        yield lambda hidden=hidden, width=width: [
+            test_experts_of_many_tokens(tokens, hidden, width) for tokens in EXPERT_TOKENS
+        ]
+    yield lambda: [test_choice_of_experts(experts) for experts in (7, 1000)]
+    for window in WINDOWS:
+        yield lambda window=window: test_decode_attention(window)
+    yield test_repack_aligned_and_not
 
 
 def plain_name(kernel: str) -> str:

@@ -8,7 +8,7 @@ A decode request's keys are split between programs by its own length alone, so t
 not depend on its batchmates, nor on how wide its block table is.
 
 Keys that no row of a tile sees are never read. Of those that some rows see, the others' weights are
-exact zeros; a NaN or an infinity among *values* would still reach them (0 * inf).
+exact zeros; a NaN or an infinity among *values* still reaches them (0 * inf), as the op says.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from flint_kernels.backends.triton.numerics import rounded
 # A decode request is cut into up to _SPLITS pieces of at least _SPLIT_KEYS keys.
 _SPLITS = 64
 _SPLIT_KEYS = 256
+
+_MOST_POSITIONS = (1 << 31) - 1  # of int32 lengths
 
 
 @triton.jit
@@ -281,7 +283,12 @@ def _tile_sizes(rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int,
 
 def _capacity(width: int, page_size: int) -> int:
     """Tokens that a row of the block table can name, as int32 lengths go."""
-    return min(width * page_size, (1 << 31) - 1)
+    return min(width * page_size, _MOST_POSITIONS)
+
+
+def _window(window: int) -> int:
+    """As the kernels take it, whose positions are int32: one that no position leaves is none."""
+    return 0 if window >= _MOST_POSITIONS else window
 
 
 def _cache_strides(name: str, cache: torch.Tensor | None) -> dict[str, int]:
@@ -314,7 +321,7 @@ def decode(
     shared: dict[str, object] = {
         "capacity": _capacity(width, page_size),
         "splits": splits,
-        "WINDOW": window,
+        "WINDOW": _window(window),
         "HEAD_DIM": head_dim,
         "EMULATE": emulating(),
         "SPLITS": _SPLITS,
@@ -427,7 +434,7 @@ def prefill(
             **_cache_strides("k_cache", k_cache),
             **_cache_strides("v_cache", v_cache),
             "DECODE": False,
-            "WINDOW": window,
+            "WINDOW": _window(window),
             "GROUP": group,
             "KV_HEADS": kv_heads,
             "HEAD_DIM": head_dim,

@@ -229,6 +229,8 @@ def combine(
     rows, top_k = topk_ids.shape
     hidden = outputs.shape[1]
     out = torch.empty(rows, hidden, dtype=outputs.dtype, device=outputs.device)
+    if hidden == 0:
+        return out
     block = min(_COMBINE_COLUMNS, triton.next_power_of_2(hidden))
     launch(
         combine_kernel,

@@ -51,6 +51,7 @@ class FlintCache(Cache):
         rows: int | None = None,
     ) -> None:
         super().__init__(layers=[])
+        self.is_shared = False  # with who called generate(), and goes on with it
         if max_length > model.max_positions:
             raise too_long("max_length", max_length, model)
         self.model = model
@@ -115,6 +116,23 @@ class FlintCache(Cache):
             for before, length, row in zip(ended, after, rows, strict=True)
         ]
         return rows
+
+    @property
+    def holds_another_column(self) -> bool:
+        """Whether `extend` would neither move the cache nor be an error."""
+        return max(self.lengths) < self.room.length
+
+    def extend(self) -> None:
+        """Makes room for one more column, a token of every row, which the model then has to write.
+
+        Raises:
+            ValueError: a row would be longer than the model's positions; nothing has changed.
+        """
+        longest = max(self.lengths) + 1
+        if longest > self.model.max_positions:
+            raise too_long("input_ids", longest, self.model)
+        self._make_room(len(self._requests), longest)
+        self._columns += 1
 
     def _make_room(self, rows: int, length: int) -> None:
         """Moves to a larger room where this one is too small."""

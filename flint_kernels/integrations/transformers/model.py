@@ -6,12 +6,20 @@ import os
 from typing import Any, NoReturn
 
 from torch import Tensor
-from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from flint_kernels.integrations.transformers import pretrained
+from flint_kernels.integrations.transformers import loop, pretrained
 from flint_kernels.integrations.transformers.arguments import check_forward, unsupported
 from flint_kernels.integrations.transformers.cache import FlintCache, check_batch
 from flint_kernels.integrations.transformers.config import FlintConfig
@@ -214,7 +222,10 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
                 "cannot take candidates back",
             )
         check_prompt_end(model_kwargs.get("attention_mask"))
-        if model_kwargs.get("cache") is not None or generation_config.use_cache is False:
+        given = model_kwargs.get("cache")
+        if given is not None or generation_config.use_cache is False:
+            if isinstance(given, FlintCache):
+                given.is_shared = True
             return
         length = max(max_cache_length, generation_config.max_cache_len or 0, 1)
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
@@ -223,6 +234,23 @@ class FlintForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             cache = FlintCache(self.model, length)
         model_kwargs["cache"] = cache
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The loop of greedy search and sampling, which generate() calls: see `loop`."""
+        given = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if loop.takes(generation_config, model_kwargs, synced_gpus):
+            return loop.sample(self, *given, streamer, model_kwargs)
+        base: Any = super()
+        return base._sample(*given, synced_gpus, streamer, **model_kwargs)
 
     def free_static_cache(self) -> None:
         """Lets go of the pages and graphs that `cache_implementation="static"` keeps."""

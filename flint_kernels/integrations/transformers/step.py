@@ -29,17 +29,25 @@ def step(
     input_ids = input_ids.to(model.device)
     alone = input_ids.shape[1] == 1 and all(row.count for row in rows)
     if alone and len(kept) == 1 and all(cache.lengths):
-        return _decode(model, input_ids[:, 0], cache)[:, None]
+        return _decode(model, input_ids[:, 0], cache).clone()[:, None]  # what is returned stays
     return _prefill(model, input_ids, rows, kept, cache)
 
 
+def decode_step(model: Flint, ids: Tensor, cache: FlintCache) -> Tensor:
+    """One more column of the cache, a token of every row [B], none of which is the row's first:
+    its logits [B, V], on a GPU good until the next step."""
+    cache.extend()
+    return _decode(model, ids, cache)
+
+
 def _decode(model: Flint, ids: Tensor, cache: FlintCache) -> Tensor:
-    """[B, V] of one token a row."""
+    """[B, V] of one token a row, in inference mode, which spares each op a turn through autograd;
+    those of a graph are written anew by its next step."""
     room, requests = cache.room, cache.requests
     if room.decoder is not None and len(requests) <= room.decoder.largest:
-        # A graph's outputs are written anew by its next step; what is returned stays.
-        return room.decoder(ids, requests).logits.clone()
-    logits: Tensor = model(ids, room.paged.plan_decode(requests), room.paged)
+        return room.decoder(ids, requests).logits
+    with torch.inference_mode():
+        logits: Tensor = model(ids, room.paged.plan_decode(requests), room.paged)
     return logits
 
 
@@ -62,7 +70,8 @@ def _prefill(
         ids = torch.cat([input_ids[i, rows[i].start : rows[i].stop] for i in taking])
         requests = [cache.requests[index] for index in taking]
         batch = paged.plan(requests, [rows[index].count for index in taking])
-        hidden = model.prefill(ids, batch, paged)
+        with torch.inference_mode():
+            hidden = model.prefill(ids, batch, paged)
         logits = model.logits(hidden[places[real].to(device, non_blocking=True)])
         if bool(real.all()):
             return logits.view(*places.shape, -1)
