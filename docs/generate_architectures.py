@@ -25,6 +25,7 @@ from flint_kernels.backends import (
     native_cpu,
     native_decode,
     native_many,
+    native_prefill,
     native_router,
 )
 from flint_kernels.ops import REGISTRY
@@ -45,6 +46,7 @@ LIMITED = {
     "few": native_decode,
     "many": native_many,
     "heads": native_attention,
+    "chunks": native_prefill,
     "topk": native_router,
 }
 
@@ -69,7 +71,9 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
   one for BF16 with NVFP4 weights that takes any number of rows and widths of a multiple of 256; it
   comes after the one for few. **heads** is decode attention: for up to 256 requests in BF16, 8
   query heads a KV head, a head_dim of 128 and pages of 16, 32, 64 ... tokens (`takes` in
-  `backends/native_attention.py` tells). **topk** is the choice of up to 32 of 1,024 experts in
+  `backends/native_attention.py` tells). **chunks** is prefill attention: BF16, the same heads, up
+  to 1,024 requests, pages of a multiple of 16 tokens (`takes` in `backends/native_prefill.py`).
+  **topk** is the choice of up to 32 of 1,024 experts in
   BF16. Any other call runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left

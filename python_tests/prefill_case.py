@@ -45,9 +45,7 @@ class PrefillCase:
         order = torch.randperm(sum(pages), generator=op_samples.rng(seed)) + 1
         table = torch.full((len(requests), max(width, *pages, 1)), 2**31 - 1, dtype=torch.int32)
         unread = torch.ones(blocks, page, dtype=torch.bool)
-        for row, ((context, _), mine) in enumerate(
-            zip(requests, order.split(pages), strict=True)
-        ):
+        for row, ((context, _), mine) in enumerate(zip(requests, order.split(pages), strict=True)):
             first = max(0, context - window + 1) if window else 0
             if first >= context:
                 continue
@@ -84,7 +82,11 @@ class PrefillCase:
         begin, end = self.bounds(row)
         past = self.past
         if self.has_past:
-            past = (self.k_cache, self.v_cache, *(t[row : row + 1] for t in past[2:] if t is not None))
+            past = (
+                self.k_cache,
+                self.v_cache,
+                *(t[row : row + 1] for t in past[2:] if t is not None),
+            )
         return ops.attention_prefill(
             self.q[begin:end], self.k[begin:end], self.v[begin:end],
             int32(0, end - begin).to(self.q.device), *past, self.sinks, self.window, **options,

@@ -7,6 +7,7 @@ given back too early shows.
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import torch
 from emulated import library_of, pointer
 from prefill_case import DIM, PrefillCase
 from torch import Tensor
-
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +72,42 @@ def test_values(
 def test_without_a_past_and_two_heads(library: Any) -> None:
     case = PrefillCase([(0, 190), (0, 33)], "cpu", past=False, kv_heads=2, window=100)
     case.assert_near_the_oracle(emulate(library, case, late=True, multiprocessors=4))
+
+
+def zeros(chunk: int, window: int = 0) -> PrefillCase:
+    """A fresh chunk of one KV head, all zeros, with sinks of -inf."""
+    case = PrefillCase([(0, chunk)], "cpu", past=False, kv_heads=1, window=window)
+    for name in ("q", "k", "v"):
+        setattr(case, name, torch.zeros_like(getattr(case, name)).contiguous())
+    case.sinks.fill_(-math.inf)
+    return case
+
+
+@pytest.mark.parametrize(("key", "value"), [(88, 1 / 512), (87, 0.0), (600, 1 / 512)])
+def test_A1_the_window_counts_the_current_token(library: Any, key: int, value: float) -> None:
+    case = zeros(601, window=513)
+    case.v[key] = 1.0
+    assert emulate(library, case)[-1].unique().tolist() == [value]  # 1/513 in BF16
+
+
+def test_A2_very_negative_logits(library: Any) -> None:
+    case = zeros(4)
+    case.q[:, :, 0], case.k[:, :, 0] = -128.0 * math.sqrt(DIM), 480.0
+    case.v[:] = torch.arange(1.0, 5.0).view(4, 1, 1)
+    assert emulate(library, case)[-1].unique().tolist() == [2.5]
+    case.sinks.zero_()  # any ordinary sink outweighs such keys
+    assert emulate(library, case)[-1].unique().tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("sink", "share"), [(100.0, 0.0), (1e30, 0.0), (-math.inf, 1.0), (math.log(3.0), 0.5)]
+)
+def test_A3_sinks(library: Any, sink: float, share: float) -> None:
+    case = zeros(3)
+    case.v[:] = torch.arange(1.0, 4.0).view(3, 1, 1)
+    case.sinks.fill_(sink)
+    got = emulate(library, case)[-1].float()
+    assert bool(((got - 2.0 * share).abs() <= 2**-7 * share).all() or got.abs().max() < 1e-30)
 
 
 def bits(tensor: Tensor) -> Tensor:

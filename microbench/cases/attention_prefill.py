@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flint_kernels import ops
@@ -100,6 +101,13 @@ def general(b: Buffers) -> Outputs:
     return (gpu_general.attention_prefill(*arguments(b), None, None),)
 
 
+def dense(b: Buffers) -> Outputs:
+    """torch's attention of a fresh chunk."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (b.q, b.k, b.v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return (out[0].transpose(0, 1),)
+
+
 def flash_attention_3(b: Buffers) -> Outputs:
     tokens = b.q.shape[0]
     none = (None,) * 3
@@ -125,6 +133,8 @@ def _(device: torch.device) -> Iterator[Group]:
         subjects = [Subject("flint", kernel, case)]
         if attention.FA3_LIBRARY in os.environ:
             subjects.append(Subject("FlashAttention-3", flash_attention_3))
+        if not past and not window:
+            subjects.append(Subject("torch SDPA, without sinks", dense, part=True))
         # Behind a long past the general body would take up the time of all others.
         if device.type == "cuda" and not past:
             subjects.append(Subject("general body", general))

@@ -31,7 +31,11 @@ LONGEST = 2500 if ON_GPU else 100
 WINDOWS = (0, 1, 16, 513)
 # Tiles of 24 queries and of 80 keys, pages, the window, each with what lies beside it.
 EDGES = sorted(
-    {max(0, n + d) for n in (0, 16, 24, 48, 64, 80, 128, 160, 240, 512, 513, 536) for d in (-1, 0, 1)}
+    {
+        max(0, n + d)
+        for n in (0, 16, 24, 48, 64, 80, 128, 160, 240, 512, 513, 536)
+        for d in (-1, 0, 1)
+    }
 )
 if not ON_GPU:
     EDGES = [edge for edge in EDGES if edge < 70]
