@@ -2,8 +2,8 @@
 
 It takes what the reference body takes, and the output's buffer where there is one. It returns
 NotImplemented, with nothing written, where the kernel does not take the call: a general body has
-to. It reads nothing back, so a CUDA graph can hold it at any lengths, and a row's bits follow from its
-own request alone: not from its batchmates, nor from the width of its block table.
+to. It reads nothing back, so a CUDA graph can hold it at any lengths, and a row's bits follow from
+its own request alone: not from its batchmates, nor from the width of its block table.
 """
 
 from __future__ import annotations
