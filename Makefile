@@ -148,14 +148,14 @@ planted: compiler $(STAMPS)/test
 	$(PY) docs/generate_faults.py
 
 gpu-planted: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) python_tests/planted_faults.py --device cuda \
+	$(ONE_THREAD) $(PY) python_tests/planted_faults.py --device cuda --workers $(WORKERS) \
 	  --output build/results/$(GPU)/planted_faults.json
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/planted_faults.json docs/results/$(GPU)/
 	$(PY) docs/generate_faults.py
 
 gpu-sanitize: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) python_tests/gpu/run_compute_sanitizer.py \
+	$(ONE_THREAD) $(PY) python_tests/gpu/run_compute_sanitizer.py --workers $(WORKERS) \
 	  --output build/results/$(GPU)/sanitizers.json
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/sanitizers.json docs/results/$(GPU)/
@@ -188,7 +188,7 @@ properties: compiler $(STAMPS)/test
 
 gpu-properties: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) python_tests/run_properties.py --device cuda --examples $(EXAMPLES) \
-	  --output build/results/$(GPU)/properties.json -- -m gpu
+	  --output build/results/$(GPU)/properties.json -- -m gpu -n $(WORKERS)
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/properties.json docs/results/$(GPU)/
 	$(PY) docs/generate_faults.py
