@@ -1,4 +1,4 @@
-// A GPU's threads on the CPU, as far as the decode attention's kernels use them. The kernels' own
+// A GPU's threads on the CPU, as far as the attention's kernels use them. The kernels' own
 // sources are compiled with the headers of this folder in place of those that hold instructions.
 //
 // A CTA is an OS thread, so that what is `__shared__` is thread_local; its threads are fibers,

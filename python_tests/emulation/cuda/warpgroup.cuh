@@ -1,0 +1,21 @@
+// See simt.h.
+#pragma once
+
+#include "cuda/device.cuh"
+
+namespace flint::cuda {
+
+inline constexpr int kWarpgroup = 4 * kWarp;
+
+template <int kRegisters>
+void give_registers() {}
+
+template <int kRegisters>
+void take_registers() {}
+
+template <int kThreads>
+void pass_threads(int barrier) {
+  arrive_named(barrier, kThreads);
+}
+
+}  // namespace flint::cuda
