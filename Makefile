@@ -72,7 +72,7 @@ DEBIAN_HINT := (Debian, Ubuntu: apt-get install python3-venv python3-dev g++)
 
 .PHONY: demo test slow-test vllm-test wheel lint format docs bench fuzz sanitize planted properties \
   gpu-test gpu-test-two gpu-planted gpu-sanitize gpu-properties gpu-endurance gpu-generate \
-  gpu-test-wheel gpu-bench clean distclean compiler FORCE
+  gpu-test-wheel gpu-bench gpu-forward clean distclean compiler FORCE
 
 demo: $(STAMPS)/package
 	$(ONE_THREAD) $(PY) -m flint_kernels.cli generate flint-tiny --seed 0
@@ -148,14 +148,14 @@ planted: compiler $(STAMPS)/test
 	$(PY) docs/generate_faults.py
 
 gpu-planted: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) python_tests/planted_faults.py --device cuda \
+	$(ONE_THREAD) $(PY) python_tests/planted_faults.py --device cuda --workers $(WORKERS) \
 	  --output build/results/$(GPU)/planted_faults.json
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/planted_faults.json docs/results/$(GPU)/
 	$(PY) docs/generate_faults.py
 
 gpu-sanitize: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) python_tests/gpu/run_compute_sanitizer.py \
+	$(ONE_THREAD) $(PY) python_tests/gpu/run_compute_sanitizer.py --workers $(WORKERS) \
 	  --output build/results/$(GPU)/sanitizers.json
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/sanitizers.json docs/results/$(GPU)/
@@ -188,10 +188,17 @@ properties: compiler $(STAMPS)/test
 
 gpu-properties: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) python_tests/run_properties.py --device cuda --examples $(EXAMPLES) \
-	  --output build/results/$(GPU)/properties.json -- -m gpu
+	  --output build/results/$(GPU)/properties.json -- -m gpu -n $(WORKERS)
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/properties.json docs/results/$(GPU)/
 	$(PY) docs/generate_faults.py
+
+gpu-forward: $(STAMPS)/package
+	$(PY) -m microbench.forward.suite --output build/results/$(GPU)
+	$(PY) -m microbench.load build/full-size --output build/results/$(GPU)
+	mkdir -p docs/results/$(GPU)
+	cp build/results/$(GPU)/*.json docs/results/$(GPU)/
+	$(PY) -m microbench.tables
 
 gpu-bench: $(STAMPS)/package
 	$(PY) -m microbench.kernels --output build/results/$(GPU)

@@ -26,6 +26,7 @@ from flint_kernels.backends import (
     native_decode,
     native_many,
     native_router,
+    native_sampling,
 )
 from flint_kernels.ops import REGISTRY
 
@@ -46,6 +47,7 @@ LIMITED = {
     "many": native_many,
     "heads": native_attention,
     "topk": native_router,
+    "best": native_sampling,
 }
 
 HEAD = """\
@@ -70,7 +72,8 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
   comes after the one for few. **heads** is decode attention: for up to 256 requests in BF16, 8
   query heads a KV head, a head_dim of 128 and pages of 16, 32, 64 ... tokens (`takes` in
   `backends/native_attention.py` tells). **topk** is the choice of up to 32 of 1,024 experts in
-  BF16. Any other call runs the general body.
+  BF16. **best** is sampling from up to 32 candidates a row, as `max_top_k`
+  promises it. Any other call runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left
 alone; where it was built without nvcc it has none of them, says so, and the other columns hold.

@@ -342,7 +342,7 @@ calls that come together give what each gives alone (`python_tests/test_concurre
 not fit is a MemoryError that says how much was needed, before anything is allocated where that can
 be known, and leaves a process that goes on (`python_tests/test_memory.py`). The same on a GPU, with
 graph replays beside eager calls and a capture that runs out of memory, is
-`python_tests/gpu/test_concurrency_gpu.py`.
+`python_tests/gpu/test_concurrency_gpu.py`, which passed on an H200.
 
 Endurance (`make gpu-endurance`): a million decode steps of flint-tiny, each of up to eight requests
 that come with prompts of random lengths and stay for a random time. Of 1% of the requests every
@@ -356,7 +356,9 @@ whole:
 ## Planted faults
 
 A suite that nothing can make red shows nothing. `make planted` puts each of these into a copy of
-the tree and runs the test beside it; `make gpu-planted` those that show on a GPU alone.
+the tree and runs the test beside it; `make gpu-planted` those that show on a GPU alone. A run on an
+H200, whose rows were not kept, caught both missing waits, and not the counter by the test that was
+named for it then; it has another one now.
 
 {planted}
 

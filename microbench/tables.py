@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from microbench import plots, roofline
+from microbench import forward_tables, plots, roofline
 from microbench.plots import number
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +30,8 @@ Row = dict[str, Any]
 
 GPU = "h200"
 KERNELS_PLOT = ROOT / "docs" / "images" / f"kernels_{GPU}.svg"
+FORWARD_PLOT = ROOT / "docs" / "images" / f"forward_{GPU}.svg"
+ABLATION_PLOT = ROOT / "docs" / "images" / f"ablation_{GPU}.svg"
 ROOFLINE_PLOT = ROOT / "docs" / "images" / f"roofline_{GPU}.svg"
 ROOF = "roof"  # the bench of the measured ceilings
 LAYERS = "moe_layer_chain"  # the bench of all layers behind each other
@@ -41,6 +43,8 @@ HEADLINES = {
     "silu_and_mul": ("M=8192 D=6144",),
     "qk_norm_rope_kv_write": ("M=1", "M=1 pdl", "M=8192"),
 }
+
+FORWARD_HEADLINES = ("decode=1@4096", "decode=1@100000", "decode8=8*1@100000", "prefill=8192")
 
 CHECKPOINTS = {"nvfp4": "NVFP4", "bf16": "BF16"}
 # File and bodies. The plain ones set the yardstick; there decode equals prefill, and one path does.
@@ -323,8 +327,64 @@ def drawings() -> dict[Path, str | None]:
     meta, rows = kernel_rows()
     shown = plotted(rows)
     found = {KERNELS_PLOT: plots.chart(kernels_title(meta), shown) if shown else None}
+    of_forward, forwards = read(GPU, "forward")
+    found[FORWARD_PLOT] = forward_tables.forward_plot(forwards, of_forward.get("gpu", "")) or None
+    of_ablation, ablated = read(GPU, "ablation")
+    found[ABLATION_PLOT] = forward_tables.ablation_plot(ablated, of_ablation.get("gpu", "")) or None
     found[ROOFLINE_PLOT] = prefill_roofline()
     return found
+
+
+def of_file(
+    name: str, head: Sequence[str], lines: Callable[[Sequence[Row]], list[list[str]]]
+) -> str:
+    """A table of one result file of the GPU."""
+    meta, rows = read(GPU, name)
+    found = lines(rows)
+    return markdown(head, found) + conditions(meta) if found else NOT_MEASURED
+
+
+def forward() -> str:
+    table = of_file("forward", forward_tables.FORWARD_HEAD, forward_tables.forward_lines)
+    return pictured(FORWARD_PLOT, "Time of a forward", table)
+
+
+def ablation() -> str:
+    table = of_file("ablation", forward_tables.ABLATION_HEAD, forward_tables.ablation_lines)
+    stacks = forward_tables.stock_stacks(read(GPU, "ablation")[1])
+    return pictured(ABLATION_PLOT, "The ablation", table) + (f"\n\n{stacks}" if stacks else "")
+
+
+def forward_headlines() -> str:
+    """Forwards and tokens that the README shows."""
+    meta, rows = read(GPU, "forward")
+    shown = [row for row in rows if row["case"].split(" ")[0] in FORWARD_HEADLINES]
+    lines = [[*line[:5], line[6]] for line in forward_tables.forward_lines(shown)]
+    tokens = [row for row in read(GPU, "token")[1] if row["case"] in FORWARD_HEADLINES]
+    lines += [["a token end to end, " + line[0], *line[1:5], ""] for line in
+              forward_tables.token_lines(tokens)]  # fmt: skip
+    if not lines:
+        return NOT_MEASURED
+    head = [*forward_tables.FORWARD_HEAD[:5], "kernels"]
+    return markdown(head, lines) + conditions(meta)
+
+
+def ablation_picture() -> str:
+    drawn = drawings().get(ABLATION_PLOT)
+    return f"![The ablation](docs/images/{ABLATION_PLOT.name})" if drawn else NOT_MEASURED
+
+
+def pictured(path: Path, title: str, table: str) -> str:
+    drawn = drawings().get(path)
+    return f"![{title}](images/{path.name})\n\n{table}" if drawn else table
+
+
+def forward_kernels(case: str, checkpoint: str) -> str:
+    return of_file(
+        "forward_kernels",
+        forward_tables.KERNELS_HEAD,
+        lambda rows: forward_tables.kernel_lines(rows, case, checkpoint),
+    )
 
 
 def significant(row: Row | None) -> str:
@@ -387,6 +447,28 @@ def wheel() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "ablation": ablation,
+    "long-run": partial(
+        of_file, "long_run", forward_tables.ENDURANCE_HEAD, forward_tables.endurance_lines
+    ),
+    "ablation-picture": ablation_picture,
+    "forward": forward,
+    "forward-headlines": forward_headlines,
+    **{
+        f"forward-kernels-{checkpoint}-{case.partition('=')[0]}": partial(
+            forward_kernels, case, checkpoint
+        )
+        for checkpoint in CHECKPOINTS
+        for case in forward_tables.KERNELS_OF
+    },
+    "load": partial(of_file, "load", ("", "unit", "figure"), forward_tables.load_lines),
+    "memory": partial(
+        of_file, "validate_full", forward_tables.MEMORY_HEAD, forward_tables.memory_lines
+    ),
+    "token": partial(of_file, "token", forward_tables.TOKEN_HEAD, forward_tables.token_lines),
+    "validate-full": partial(
+        of_file, "validate_full", forward_tables.VALIDATION_HEAD, forward_tables.validation_lines
+    ),
     "attention": attention,
     "cpu": cpu,
     **{f"decode-kernels-{name}": partial(decode_kernels, name) for name in CHECKPOINTS},

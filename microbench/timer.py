@@ -78,11 +78,16 @@ def interleaved(
     return taken
 
 
-class _Replay:
+def fitting(rounds: int, round_us: float, at_most_s: float) -> int:
+    """As many rounds of that length as fit, 5 at least and `rounds` at most."""
+    return max(5, min(rounds, int(at_most_s * 1e6 / round_us)))
+
+
+class Replay:
     """A captured graph of launches."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
-        self._launches = len(launches)
+        self.launches = len(launches)
         # What compiles or makes a handle at a first call does so outside the capture.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -108,7 +113,7 @@ class _Replay:
         self._end.record()
         self._end.synchronize()
         milliseconds: float = self._start.elapsed_time(self._end)
-        return milliseconds * 1e3 / self._launches
+        return milliseconds * 1e3 / self.launches
 
 
 class Timer:
@@ -132,12 +137,26 @@ class Timer:
         `hot`: each timed replay follows another of the same graph, instead of the reads that empty
         the L2.
         """
-        replays = {name: _Replay(launches) for name, launches in subjects.items()}
+        return self.time({name: Replay(launches) for name, launches in subjects.items()}, hot=hot)
+
+    def time(
+        self, replays: Mapping[str, Replay], *, hot: bool = False, at_most_s: float | None = None
+    ) -> dict[str, list[float]]:
+        """The same of graphs that are captured already.
+
+        `at_most_s`: seconds that all samples may take together, by the first of each; there are 5
+        of each at least.
+        """
         samples = {
             name: partial(replay.sample, replay.run if hot else self._empty_l2)
             for name, replay in replays.items()
         }
-        return interleaved(samples, self.rounds)
+        rounds, warm = self.rounds, _WARM_ROUNDS
+        if at_most_s is not None:
+            first = sum(samples[name]() * replay.launches for name, replay in replays.items())
+            rounds = fitting(rounds, first, at_most_s)
+            warm = min(warm, rounds - 4)
+        return interleaved(samples, rounds, warm)
 
     def _empty_l2(self) -> None:
         # Reads: lines that had been written here would cost the subject their way to memory.

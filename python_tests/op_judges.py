@@ -410,6 +410,30 @@ def _(c: Call) -> Iterator[str]:
             yield f"row {row}: token {token}, want one of {sorted(allowed)[:8]}"
 
 
+@judge("decode_advance")
+def _(c: Call) -> Iterator[str]:
+    """Row by row in Python's integers, of which an int32 keeps the low bits."""
+    names = ("input_ids", "positions", "slots", "window_slots", "seq_lens", "offsets")
+    for row, token in enumerate(c.tokens.tolist()):
+        want = {name: int(c.arguments[name][row]) for name in names}
+        history = c.history[row].tolist()
+        if want["seq_lens"] > 0:
+            place = want["positions"] + 1
+            page, rest = divmod(place, c.page_size)
+            for name, table in (("slots", c.block_table), ("window_slots", c.window_block_table)):
+                if want[name] >= 0:
+                    slot = int(table[row, page]) * c.page_size + rest
+                    want[name] = (slot + 2**31) % 2**32 - 2**31
+            history[place % len(history)] = token
+            want |= {"input_ids": max(token, 0), "positions": place}
+            want |= {"seq_lens": place + 1, "offsets": place + 1}
+        for name, value in want.items():
+            if int(c.after[name][row]) != value:
+                yield f"row {row}: {name} is {int(c.after[name][row])}, want {value}"
+        if c.after["history"][row].tolist() != history:
+            yield f"row {row}: history is {c.after['history'][row].tolist()}, want {history}"
+
+
 def tokens(c: Call, row: int) -> set[int]:
     """The token of the row's random number; both neighbours where float64 does not tell."""
     readable = [

@@ -306,6 +306,23 @@ def _() -> Iterator[Call]:
     yield (logits, torch.tensor([1.0, 0.0, 2.0]), *rest, *seeds), {}
     yield (strided(logits), torch.tensor([1.0, 0.7, 2.0]), *rest, *seeds), {}
 
+    few = int32(20, 0, 1), torch.tensor([0.95, 1.0, 0.5])
+    yield (logits, torch.tensor([1.0, 0.0, 2.0]), *few, *seeds), {"max_top_k": 20}
+
+
+@samples("decode_advance")
+def _() -> Iterator[Call]:
+    def step(*lengths: int) -> tuple[torch.Tensor, ...]:
+        seq_lens = int32(*lengths)
+        ids, slots, window_slots = torch.tensor([1, 2, 3]), int32(5, -1, 40), int32(15, 9, -1)
+        history = torch.full((3, 4), -1)
+        long = seq_lens.to(torch.int64)
+        return ids, (seq_lens - 1).clamp(min=0), slots, window_slots, seq_lens, long, history
+
+    table = int32(3, 1, 2, 0, 2, 1).view(3, 2)
+    yield (torch.tensor([7, -1, 9]), table, table.flip(0), 16, *step(16, 0, 3)), {}
+    yield (torch.tensor([0, 8, 9]), table, table, 8, *step(7, 8, 15)), {}
+
 
 @samples("nvfp4_quantize")
 def _() -> Iterator[Call]:

@@ -465,13 +465,37 @@ def _(d: Draw) -> Bound:
         logits = logits.round()
     logits[:, d.size(0, vocabulary - 1)] = 1.5  # a candidate in every row
     pick = lambda *values: torch.tensor(values)[d.integers(0, len(values), rows)]  # noqa: E731
+    top_k = pick(0, 1, 3, 50, 2**31 - 1).to(torch.int32)
     return {
         "logits": d.laid_out(logits) if rows > 1 else logits,
         "temperature": pick(0.0, 0.7, 1.0, 2.0, 1e-30, 1e30),
-        "top_k": pick(0, 1, 3, 50, 2**31 - 1).to(torch.int32),
+        "top_k": top_k,
         "top_p": pick(1.0, 0.95, 0.5, 1e-30),
         "seed": d.integers(-(2**62), 2**62, rows),
         "offset": d.integers(0, 2**40, rows),
+        "max_top_k": d.one_of(0, 0, 2**31 - 1) if bool((top_k > 0).all()) else 0,
+        **options(d, "enable_pdl"),
+    }
+
+
+@calls("decode_advance")
+def _(d: Draw) -> Bound:
+    rows, width, page = d.size(0, 4), d.size(1, 4), d.one_of(1, 7, 16)
+    lengths = d.integers(0, width * page, rows)
+    slots, window_slots = (d.integers(-1, 99, rows).to(torch.int32) for _ in range(2))
+    table, window_table = (d.integers(0, 9, rows, width).to(torch.int32) for _ in range(2))
+    return {
+        "tokens": d.integers(-1, 99, rows),
+        "block_table": table,
+        "window_block_table": window_table,
+        "page_size": page,
+        "input_ids": d.integers(0, 99, rows),
+        "positions": (lengths - 1).clamp(min=0).to(torch.int32),
+        "slots": slots,
+        "window_slots": window_slots,
+        "seq_lens": lengths.to(torch.int32),
+        "offsets": lengths,
+        "history": d.integers(0, 99, rows, d.size(1, 5)),
         **options(d, "enable_pdl"),
     }
 

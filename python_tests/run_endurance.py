@@ -130,7 +130,7 @@ class Lane:
     def _come(self, share: float) -> None:
         draw = self.random
         # Now a few at once, now none for a while: mean stay over mean pause is some 5 requests.
-        self.pause = draw.choice((0, 0, draw.randint(1, 500)))
+        self.pause = draw.choice((0, 0, draw.randint(1, max(1, LONGEST_STAY // 2))))
         vocabulary = self.model.config.vocab_size
         request = Request(
             prompt=[draw.randrange(vocabulary) for _ in range(draw.randint(1, LONGEST_PROMPT))],
@@ -162,7 +162,7 @@ class Lane:
         found = []
         steps = self.decoder._steps
         spaces = {"cache": self.cache.workspace}
-        spaces |= {f"graph of {rows}": step._launch.workspace for rows, step in steps.items()}
+        spaces |= {f"graph of {rows}": step.launch.workspace for rows, step in steps.items()}
         for name, space in spaces.items():
             if space.any():
                 found.append(f"{name}: a counter of its workspace is not zero")

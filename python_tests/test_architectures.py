@@ -22,6 +22,7 @@ from flint_kernels.backends import (
     native_decode,
     native_many,
     native_router,
+    native_sampling,
 )
 from flint_kernels.ops import REGISTRY
 
@@ -54,6 +55,7 @@ LIMITED = {  # kernels for some calls alone
     "many": native_many,
     "heads": native_attention,
     "topk": native_router,
+    "best": native_sampling,
 }
 
 

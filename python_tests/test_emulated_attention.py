@@ -10,46 +10,20 @@ is its memory's order: a missing fence shows on a GPU alone.
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import os
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attention_case import Case
+from emulated import compiled, pointer
 from torch import Tensor
 
-ROOT = Path(__file__).parents[1]
-EMULATION = ROOT / "python_tests" / "emulation"
-SOURCES = [*EMULATION.rglob("*.*"), *(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc/cuda").iterdir()]
-FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", "-Wno-unknown-pragmas")
 H200 = 132  # multiprocessors
 
 
 @pytest.fixture(scope="session")
 def library() -> Any:
-    """The kernels as a shared library, compiled anew where a source is newer."""
-    work = ROOT / "build" / "emulation"
-    work.mkdir(parents=True, exist_ok=True)
-    path = work / "attention.so"
-    with (work / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        newest = max(source.stat().st_mtime for source in SOURCES)
-        if not path.exists() or path.stat().st_mtime < newest:
-            compiler = os.environ.get("CXX") or shutil.which("g++") or "g++"
-            includes = [f"-I{EMULATION}", f"-I{ROOT / 'csrc'}"]
-            made = path.with_suffix(".new")
-            command = [compiler, *FLAGS, *includes, str(EMULATION / "attention.cc"), "-o", made]
-            subprocess.run(command, check=True)
-            made.rename(path)
-    return ctypes.CDLL(str(path))
-
-
-def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+    return compiled("attention")
 
 
 def emulate(

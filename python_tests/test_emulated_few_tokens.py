@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated import EMULATION, ROOT, SOURCES
 from torch import Tensor
 
 from flint_kernels import ops
@@ -25,13 +26,10 @@ from flint_kernels.backends.cpu import reference_body
 from flint_kernels.model import cos_sin_table
 from flint_kernels.ops import REGISTRY
 
-ROOT = Path(__file__).parents[1]
-EMULATION = ROOT / "python_tests" / "emulation"
 KERNELS = (
     "linear", "linear_one", "qkv", "qkv_one", "moe_down", "moe_down_one", "moe_gate_up",
     "moe_gate_up_one", "moe_gate_up_several",
 )  # fmt: skip
-SOURCES = [*EMULATION.rglob("*.*"), *(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc/cuda").iterdir()]
 # What is `extern __shared__` in a kernel is defined in front of it and needs no code; and a library
 # loaded twice shall have its variables twice.
 FLAGS = (

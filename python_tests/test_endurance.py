@@ -62,7 +62,7 @@ def test_a_counter_that_is_stuck_is_found(model: Flint) -> None:
         pass
     assert not lane.problems()
     with torch.inference_mode():
-        lane.decoder._steps[1]._launch.workspace[17] = 1
+        lane.decoder._steps[1].launch.workspace[17] = 1
     assert lane.problems() == ["graph of 1: a counter of its workspace is not zero"]
 
 

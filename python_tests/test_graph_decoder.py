@@ -16,7 +16,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from flint_kernels.generation import GraphDecoder, SamplingParams, generate, graph
+from flint_kernels.generation import GraphDecoder, SamplingParams, generate, graph, loop
 from flint_kernels.model import OutOfPagesError, PagedKVCache, calls
 
 GREEDY = SamplingParams(greedy=True, seed=0, max_new_tokens=12)
@@ -37,6 +37,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         return replay, outputs
 
     monkeypatch.setattr(graph, "capture", capture)
+    monkeypatch.setattr(loop, "capture", capture)
     monkeypatch.setattr(graph, "_check_devices", lambda *_: None)
 
 
@@ -242,7 +243,7 @@ def test_each_bucket_has_everything_of_its_own() -> None:
     tensors = [cache.workspace, cache.block_table, cache.window_block_table]
     for rows in (1, 2):
         step = decoder._steps[rows]
-        tensors += [step._launch.workspace, step._ids, *step.buffers.batch]
+        tensors += [step.launch.workspace, step.ids, *step.buffers.batch]
     places = {tensor.data_ptr() for tensor in tensors}
     assert len(places) == len(tensors)
 
@@ -290,7 +291,7 @@ def test_graphs_pass_their_workspace_and_pdl_to_every_op(
     for graphs, pdl in ((True, True), (True, False), (False, True)):
         decoder = GraphDecoder(model, cache, graphs=graphs, enable_pdl=pdl)
         decoder.capture()
-        own = decoder._steps[1]._launch.workspace
+        own = decoder._steps[1].launch.workspace
         runs(lambda d=decoder: d(ids, [request]), own, pdl and graphs)
     runs(lambda: model(ids, cache.plan_decode([request]), cache), cache.workspace, False)
     spy.seen.clear()
@@ -384,7 +385,7 @@ def test_generation_by_a_decoder_gives_the_same_tokens(graphs: bool) -> None:
     for _ in range(2):
         assert generate(model, prompts, params, max_batch=5, decoder=decoder, chunk=32) == want
         assert decoder.cache.requests == []
-    assert set(decoder._steps) == {1, 3}
+    assert set(decoder._loops) == {1, 3}
     assert generate(model, prompts, params, graphs=False) == want
 
 

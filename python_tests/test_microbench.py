@@ -35,7 +35,7 @@ from microbench.cases import (
     prefill,
 )
 from microbench.roofs import Roofs
-from microbench.timer import Launch, Plan, interleaved, plan, rotated
+from microbench.timer import Launch, Plan, fitting, interleaved, plan, rotated
 
 CPU = torch.device("cpu")
 L2 = 60 * 2**20
@@ -87,6 +87,12 @@ def test_subjects_take_turns_and_warm_rounds_do_not_count() -> None:
     taken = interleaved(samples, rounds=3, warm_rounds=1)
     assert "".join(order) == "abc" + "cba" + "abc" + "cba"
     assert taken == {"a": [5.0, 6.0, 11.0], "b": [4.0, 7.0, 10.0], "c": [3.0, 8.0, 9.0]}
+
+
+def test_long_replays_get_fewer_rounds() -> None:
+    assert fitting(31, 1000.0, 3.0) == 31
+    assert fitting(31, 250_000.0, 3.0) == 12
+    assert fitting(31, 5e6, 3.0) == 5
 
 
 # ------------------------------------------------------------------------------------- rows
@@ -550,8 +556,8 @@ def made_up_rows() -> list[results.Row]:
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of results with a kernels.json of made-up figures."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables, "KERNELS_PLOT", tmp_path / "kernels_h200.svg")
-    monkeypatch.setattr(tables, "ROOFLINE_PLOT", tmp_path / "roofline_h200.svg")
+    for name in ("KERNELS", "FORWARD", "ABLATION", "ROOFLINE"):
+        monkeypatch.setattr(tables, f"{name}_PLOT", tmp_path / f"{name}.svg")
     results.write(tmp_path / "h200" / "kernels.json", made_up_rows(), META)
     return tmp_path
 

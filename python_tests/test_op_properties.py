@@ -27,7 +27,13 @@ from flint_kernels.backends import cuda, native
 from flint_kernels.ops import REGISTRY
 
 NAMES = sorted(REGISTRY)
-WITHOUT_ACTIVATIONS = ("nvfp4_dequantize", "gguf_to_modelopt", "modelopt_to_gguf", "sample")
+WITHOUT_ACTIVATIONS = (
+    "nvfp4_dequantize",
+    "gguf_to_modelopt",
+    "modelopt_to_gguf",
+    "sample",
+    "decode_advance",
+)
 EXAMPLES: Counter[str] = Counter()
 """Examples run so far, by test."""
 

@@ -232,7 +232,8 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_every_op_with_rows_is_here() -> None:
     without_rows = {"gguf_to_modelopt", "modelopt_to_gguf", "nvfp4_quantize", "nvfp4_dequantize"}
-    elsewhere = {"kv_cache_write", "attention_prefill"}  # a copy; the chunks below
+    # A copy; the chunks below; integers, which its judge takes row by row.
+    elsewhere = {"kv_cache_write", "attention_prefill", "decode_advance"}
     covered = {name.split()[0] for name in CASES}
     assert covered == set(ops.REGISTRY) - without_rows - elsewhere
 

@@ -9,7 +9,7 @@ import torch
 from op_samples import int32, randn, rng, strided
 
 from flint_kernels import ops
-from flint_kernels.backends import native, native_cpu
+from flint_kernels.backends import gpu_general, native, native_cpu
 from flint_kernels.backends.cpu import reference_body
 from flint_kernels.reference.sampling import philox_4x32_10, uniform
 
@@ -211,6 +211,48 @@ def test_chi_square(seed: int, settings: dict[str, float]) -> None:
     # The test can tell: the same draws do not fit a distribution up to 30% off.
     skewed = probabilities * torch.linspace(0.7, 1.3, 10)
     assert chance_of_as_bad_a_fit(counts, skewed / skewed.sum()) < 1e-4
+
+
+@pytest.mark.parametrize("seed", [0, 1, -(2**40), 2**63 - 1])
+def test_chi_square_of_a_million_draws(seed: int) -> None:
+    """With the model's own settings, which the sampler gives: the tokens, kept and how often."""
+    assert native.is_available()
+    count = 1_000_000
+    logits = randn(300, seed=11, dtype=torch.float32) * 2
+    top = logits.double().sort(descending=True, stable=True)
+    chances = torch.softmax(top.values[:20], dim=0)
+    kept = int(((chances.cumsum(0) - chances) < 0.95).sum())
+    assert 5 < kept < 20
+    probabilities = torch.zeros(300, dtype=torch.float64)
+    probabilities[top.indices[:kept]] = chances[:kept] / chances[:kept].sum()
+    counts = torch.zeros(300, dtype=torch.float64)
+    part = 100_000
+    for first in range(0, count, part):
+        tokens = ops.sample(
+            logits.expand(part, -1),
+            torch.ones(part),
+            torch.full((part,), 20, dtype=torch.int32),
+            torch.full((part,), 0.95),
+            torch.full((part,), seed),
+            torch.arange(first, first + part),
+            max_top_k=20,
+        )
+        counts += torch.bincount(tokens, minlength=300)
+    assert chance_of_as_bad_a_fit(counts, probabilities) > 1e-3
+    # The test can tell: the same draws do not fit what is a few percent off.
+    skewed = probabilities * torch.linspace(0.95, 1.05, 300)
+    assert chance_of_as_bad_a_fit(counts, skewed / skewed.sum()) < 1e-3
+
+
+def test_a_promise_of_few_candidates_changes_no_token() -> None:
+    logits = randn(40, 500, dtype=torch.float32) * 3
+    rest = torch.full((40,), 0.95), torch.arange(40), torch.arange(40)
+    arguments = (logits, torch.linspace(0, 2, 40), torch.full((40,), 20, dtype=torch.int32), *rest)
+    want = ops.sample(*arguments)
+    assert torch.equal(ops.sample(*arguments, max_top_k=20), want)
+    assert torch.equal(gpu_general.sample(*arguments, max_top_k=32), want)
+    # On a GPU, which does not look, a row that breaks it has no token.
+    assert gpu_general.sample(*arguments, max_top_k=19).tolist() == [int(want[0]), *[-1] * 39]
 
 
 def test_a_draw_depends_on_its_row_alone() -> None:

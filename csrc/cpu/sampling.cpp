@@ -79,7 +79,10 @@ bool can_sample(const float* logits, int64_t rows, int64_t count, const Draws& d
   for (int64_t row = 0; row < rows; ++row) {
     const float temperature = draws.temperature[row], top_p = draws.top_p[row];
     if (!(temperature >= 0 && temperature < kInfinity)) return false;
-    if (draws.top_k[row] < 0 || !(top_p > 0 && top_p <= 1)) return false;
+    const int64_t top_k = draws.top_k[row];
+    const bool promised = 1 <= top_k && top_k <= draws.max_top_k;
+    if (draws.max_top_k > 0 && temperature != 0 && !promised) return false;
+    if (top_k < 0 || !(top_p > 0 && top_p <= 1)) return false;
     const float* first = logits + row * count;
     if (std::none_of(first, first + count, [](float x) { return x > -kInfinity; })) return false;
   }

@@ -12,6 +12,7 @@ struct Draws {
   const float* top_p;
   const int64_t* seed;
   const int64_t* offset;
+  int64_t max_top_k;  // a promise that no row that is not greedy keeps more; 0: none
 };
 
 // Whether every setting is in range and every row of logits has a candidate.

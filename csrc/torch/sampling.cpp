@@ -8,9 +8,11 @@ namespace {
 
 Results sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
                const Tensor& top_p, const Tensor& seed, const Tensor& offset, bool enable_pdl,
-               std::optional<Tensor> tokens_out, bool checked) {
+               int64_t max_top_k, std::optional<Tensor> tokens_out, bool checked) {
   static thread_local Admitted admitted;
-  if (!admitted(checked, logits, temperature, top_k, top_p, seed, offset, enable_pdl)) return {};
+  if (!admitted(checked, logits, temperature, top_k, top_p, seed, offset, enable_pdl, max_top_k)) {
+    return {};
+  }
   const Tensor x = dense(logits);
   const Tensor settings[] = {dense(temperature), dense(top_k), dense(top_p), dense(seed),
                              dense(offset)};
@@ -21,9 +23,9 @@ Results sample(const Tensor& logits, const Tensor& temperature, const Tensor& to
   check(settings[2], "top_p", ScalarType::Float, rows);
   check(settings[3], "seed", ScalarType::Long, rows);
   check(settings[4], "offset", ScalarType::Long, rows);
-  const cpu::Draws draws{data<float>(settings[0]), data<int32_t>(settings[1]),
-                         data<float>(settings[2]), data<int64_t>(settings[3]),
-                         data<int64_t>(settings[4])};
+  const cpu::Draws draws{data<float>(settings[0]),   data<int32_t>(settings[1]),
+                         data<float>(settings[2]),   data<int64_t>(settings[3]),
+                         data<int64_t>(settings[4]), max_top_k};
   if (!checked && !cpu::can_sample(data<float>(x), rows, count, draws)) return {};
   const Tensor tokens = given_or_new(tokens_out, {rows}, ScalarType::Long);
   check(tokens, "tokens_out", ScalarType::Long, rows);
@@ -37,7 +39,7 @@ Results sample(const Tensor& logits, const Tensor& temperature, const Tensor& to
 STABLE_TORCH_LIBRARY_FRAGMENT(flint_native, m) {
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor seed, "
-      "Tensor offset, *, bool enable_pdl=False, Tensor(p!)? tokens_out=None, "
+      "Tensor offset, *, bool enable_pdl=False, int max_top_k=0, Tensor(p!)? tokens_out=None, "
       "bool checked=False) -> Tensor[]");
 }
 

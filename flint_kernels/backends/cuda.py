@@ -23,6 +23,7 @@ from flint_kernels.backends import (
     native_decode,
     native_many,
     native_router,
+    native_sampling,
 )
 from flint_kernels.ops import REGISTRY, implement
 
@@ -35,6 +36,7 @@ _MODULES: tuple[ModuleType, ...] = (
     native_many,
     native_attention,
     native_router,
+    native_sampling,
 )
 
 

@@ -28,6 +28,7 @@ from flint_kernels.formats import nvfp4
 from flint_kernels.ops import REGISTRY, implement
 from flint_kernels.reference import kv_write as reference_kv_write
 from flint_kernels.reference import norm as reference_norm
+from flint_kernels.reference import sampling as reference_sampling
 from flint_kernels.reference.numerics import rms_normalise
 from flint_kernels.reference.nvfp4 import errors_of
 from flint_kernels.shapes import flat_rows
@@ -444,6 +445,7 @@ def sample(
     top_p: Tensor,
     seed: Tensor,
     offset: Tensor,
+    max_top_k: int = 0,
     **_: object,
 ) -> Tensor:
     largest = torch.finfo(torch.float32).max
@@ -470,8 +472,14 @@ def sample(
     chosen = torch.where(heat == 0, 0, chosen).clamp(0, count - 1)
 
     legal = torch.isfinite(temperature) & (temperature >= 0) & (top_k >= 0)
+    if max_top_k:  # what breaks the promise is illegal here too, as in a kernel that relies on it
+        legal = legal & ((temperature == 0) | ((top_k >= 1) & (top_k <= max_top_k)))
     legal = legal & (top_p > 0) & (top_p <= 1) & (ranked[:, 0] > -torch.inf)
     return torch.where(legal, ids.gather(1, chosen)[:, 0], -1)
+
+
+def decode_advance(**arguments: Any) -> None:
+    reference_sampling.decode_advance(**arguments)
 
 
 def _running_sums(rows: Tensor) -> Tensor:

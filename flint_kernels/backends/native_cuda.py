@@ -142,6 +142,31 @@ def kv_cache_write(
         )
 
 
+def decode_advance(
+    tokens: Tensor,
+    block_table: Tensor,
+    window_block_table: Tensor,
+    page_size: int,
+    input_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    window_slots: Tensor,
+    seq_lens: Tensor,
+    offsets: Tensor,
+    history: Tensor,
+    enable_pdl: bool = False,
+) -> None:
+    if tokens.numel() == 0:
+        return
+    read = [tensor.contiguous() for tensor in (tokens, block_table, window_block_table)]
+    written = (input_ids, positions, slots, window_slots, seq_lens, offsets, history)
+    dense = [tensor.contiguous() for tensor in written]
+    _native.decode_advance_cuda_out(*read, page_size, *dense, enable_pdl)
+    for tensor, copy in zip(written, dense, strict=True):
+        if copy is not tensor:
+            tensor.copy_(copy)
+
+
 def gguf_to_modelopt(
     blocks: Tensor, weight_out: Tensor | None = None, weight_scale_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

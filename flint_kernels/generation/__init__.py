@@ -2,11 +2,13 @@
 
 from flint_kernels.generation.generate import Completion, Generation, generate
 from flint_kernels.generation.graph import Decoded, GraphDecoder
+from flint_kernels.generation.loop import DecodeLoop
 from flint_kernels.generation.sampling import SamplingParams
 from flint_kernels.generation.stream import TextStream, stream_text
 
 __all__ = [
     "Completion",
+    "DecodeLoop",
     "Decoded",
     "Generation",
     "GraphDecoder",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flint_kernels.arguments import integer, token_ids
 from flint_kernels.generation.graph import GraphDecoder
+from flint_kernels.generation.loop import LAG
 from flint_kernels.generation.sampling import Sampler, SamplingParams
 from flint_kernels.model.cache import PagedKVCache
 from flint_kernels.model.flint import Flint
@@ -74,8 +75,8 @@ class Generation:
     depend on its prompt, settings and seed, and not on its batchmates as far as the ops are
     row-invariant (on the CPU in BF16: to the bit).
 
-    On a CUDA device a step in which every request decodes is a `GraphDecoder`'s, as far as its
-    buckets go.
+    On a CUDA device steps in which every request decodes are a `DecodeLoop`'s, as far as the
+    buckets of its `GraphDecoder` go: they are launched a few ahead of the tokens that are yielded.
 
     Args:
         model: a loaded model.
@@ -150,7 +151,7 @@ class Generation:
         try:
             while self._waiting or self._running:
                 self._admit()
-                yield from self._step()
+                yield from self._loop() if self._loops() else self._step()
         finally:
             for request in self._running:
                 self._cache.release(request.slot)
@@ -196,17 +197,60 @@ class Generation:
 
     def _step(self) -> Iterator[tuple[int, int]]:
         rows, tokens = self._forward()
-        if any(token < 0 for token in tokens):  # an accelerator's answer to a row without a choice
-            raise ValueError(
-                "logits: got a row of NaN or -inf alone; want a candidate in each. Damaged "
-                "weights? FLINT_KERNELS_CHECK_VALUES=1 finds the op."
-            )
+        for token in tokens:
+            _check_token(token)
         for request, token in zip(rows, tokens, strict=True):
             accepted = request.accept(token)
             if request.finish_reason:
                 self._leave(request)
             if accepted:
                 yield request.index, token
+
+    def _loops(self) -> bool:
+        """Whether the next steps are alike: of these requests, a token each."""
+        if self._decoder is None or any(request.prefilling for request in self._running):
+            return False
+        return 0 < len(self._running) <= self._decoder.largest
+
+    def _loop(self) -> Iterator[tuple[int, int]]:
+        """Steps of the running requests until one of them ends, launched ahead of their tokens.
+
+        A request that ends by a stop token is drawn for in a few steps more, whose tokens nobody
+        gets; how many does not depend on when the tokens come.
+        """
+        assert self._decoder is not None
+        rows = list(self._running)
+        loop = self._decoder.loop(len(rows))
+        slots = [request.slot for request in rows]
+        self._cache.hold(slots, [request.longest for request in rows])
+        ids = torch.tensor([request.tokens[-1] for request in rows])
+        loop.start(ids, slots, [r.params for r in rows], [r.seed for r in rows])
+        left = min(r.params.max_new_tokens - len(r.tokens) for r in rows)
+        self._rows = []  # what `_forward` kept of the step before is old
+        try:
+            while True:
+                while left > 0 and loop.under_way <= LAG:
+                    loop.launch()
+                    left -= 1
+                    for request in rows:
+                        request.cached += 1
+                if loop.under_way == 0:
+                    break
+                tokens = loop.take()
+                drawn = zip(rows, tokens, strict=True)
+                for request, token in [pair for pair in drawn if not pair[0].finish_reason]:
+                    _check_token(token)
+                    accepted = request.accept(token)
+                    if request.finish_reason:
+                        left = 0
+                    if accepted:
+                        yield request.index, token
+        finally:
+            while loop.under_way:  # broken off
+                loop.take()
+        for request in rows:
+            if request.finish_reason:
+                self._leave(request)
 
     @torch.inference_mode()
     def _forward(self) -> tuple[list[_Request], list[int]]:
@@ -312,6 +356,14 @@ def generate(
         if on_token is not None:
             on_token(request, token)
     return generation.completions()
+
+
+def _check_token(token: int) -> None:
+    if token < 0:  # an accelerator's answer to a row without a choice
+        raise ValueError(
+            "logits: got a row of NaN or -inf alone; want a candidate in each. Damaged weights? "
+            "FLINT_KERNELS_CHECK_VALUES=1 finds the op."
+        )
 
 
 def _make_requests(

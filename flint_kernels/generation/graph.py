@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flint_kernels.arguments import integer
 from flint_kernels.generation.capture import capture, check_not_capturing
+from flint_kernels.generation.loop import DecodeLoop
 from flint_kernels.model.cache import PagedKVCache
 from flint_kernels.model.calls import Launch
 from flint_kernels.model.flint import Flint
@@ -73,6 +74,7 @@ class GraphDecoder:
         self.graphs = graphs
         self._enable_pdl = enable_pdl and graphs
         self._steps: dict[int, _Step] = {}
+        self._loops: dict[int, DecodeLoop] = {}
         self._weights = _address(model)
 
     @property
@@ -92,6 +94,21 @@ class GraphDecoder:
         for rows in self.buckets:
             self._step(rows)
 
+    def loop(self, requests: int) -> DecodeLoop:
+        """The loop of the smallest bucket that holds that many requests; the same at each call.
+
+        Raises:
+            ValueError: it is not 1 to `largest`.
+            RuntimeError: the model's tensors have moved since the decoder was made.
+        """
+        self._check_count(requests)
+        self._check_weights()
+        rows = self._bucket(requests)
+        if rows not in self._loops:
+            step = _Step(self.model, self.cache, rows, self._enable_pdl)
+            self._loops[rows] = DecodeLoop(step, self.cache, graphs=self.graphs)
+        return self._loops[rows]
+
     @torch.inference_mode()
     def __call__(self, input_ids: Tensor, requests: Sequence[int]) -> Decoded:
         """Plans and runs one step: row i has requests[i]'s next token, input_ids[i].
@@ -108,29 +125,38 @@ class GraphDecoder:
                 capture, at a bucket's first step, failed.
         """
         count = len(requests)
-        if not 1 <= count <= self.largest:
-            raise ValueError(
-                f"requests: got {count}; want 1 to {self.largest}, the largest bucket. Decode them "
-                "in several steps, or make the decoder with a larger bucket."
-            )
+        self._check_count(count)
         if input_ids.shape != (count,) or input_ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"input_ids: got {input_ids.dtype} of shape {list(input_ids.shape)}; want int32 or "
                 f"int64 of shape [{count}], one id for each of requests."
             )
-        step = self._step(next(rows for rows in self.buckets if rows >= count))
+        step = self._step(self._bucket(count))
         self.cache.plan_decode(requests, into=step.buffers)
         step.take(input_ids)
         hidden, logits = step.run()
         return Decoded(logits[:count], hidden[:count], step.buffers.batch.positions[:count])
 
-    @torch.inference_mode()
-    def _step(self, rows: int) -> _Step:
+    def _bucket(self, count: int) -> int:
+        return next(rows for rows in self.buckets if rows >= count)
+
+    def _check_count(self, count: int) -> None:
+        if not 1 <= count <= self.largest:
+            raise ValueError(
+                f"requests: got {count}; want 1 to {self.largest}, the largest bucket. Decode them "
+                "in several steps, or make the decoder with a larger bucket."
+            )
+
+    def _check_weights(self) -> None:
         if _address(self.model) != self._weights:
             raise RuntimeError(
                 "model: got tensors that have moved since the decoder was made; want those whose "
                 "addresses its graphs hold. Make another decoder."
             )
+
+    @torch.inference_mode()
+    def _step(self, rows: int) -> _Step:
+        self._check_weights()
         step = self._steps.get(rows)
         if step is None:
             check_not_capturing(self.model.device)
@@ -151,33 +177,34 @@ class _Step:
         self._model = model
         self._cache = cache
         self.buffers = cache.make_decode_buffers(rows)
-        self._ids = torch.zeros(rows, dtype=torch.int64, device=model.device)
-        self._count = 0  # rows of _ids that are not padding
-        self._launch = Launch(make_workspace(model.device), enable_pdl)
+        self.ids = torch.zeros(rows, dtype=torch.int64, device=model.device)
+        self._count = 0  # rows of ids that are not padding
+        self.launch = Launch(make_workspace(model.device), enable_pdl)
         self._replay: Callable[[], None] | None = None
         self._outputs: tuple[Tensor, Tensor] | None = None  # of every replay
 
     def take(self, ids: Tensor) -> None:
         """Ids of the live rows. The others stay 0: equal rows, which take the same experts."""
         if len(ids) < self._count:
-            self._ids[len(ids) :].zero_()
+            self.ids[len(ids) :].zero_()
         self._count = len(ids)
-        self._ids[: self._count].copy_(ids, non_blocking=True)
+        self.ids[: self._count].copy_(ids, non_blocking=True)
 
     def capture(self) -> None:
         """From here on `run` replays."""
-        self._replay, self._outputs = capture(self._forward, self._model.device)
+        self._replay, self._outputs = capture(self.forward, self._model.device)
 
     def run(self) -> tuple[Tensor, Tensor]:
         """[rows, H] final hidden states and [rows, vocab_size] fp32 logits."""
         if self._replay is None or self._outputs is None:
-            return self._forward()
+            return self.forward()
         self._replay()
         return self._outputs
 
-    def _forward(self) -> tuple[Tensor, Tensor]:
-        hidden = self._model.decode(self._ids, self.buffers.batch, self._cache, self._launch)
-        return hidden, self._model.logits(hidden, self._launch.enable_pdl)
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """What `run` gives, launched one by one."""
+        hidden = self._model.decode(self.ids, self.buffers.batch, self._cache, self.launch)
+        return hidden, self._model.logits(hidden, self.launch.enable_pdl)
 
 
 def _make_buckets(buckets: Sequence[int] | None, most: int) -> tuple[int, ...]:

@@ -55,6 +55,10 @@ class DecodeBuffers:
         host = torch.tensor(values, dtype=torch.int32, pin_memory=cuda)
         self._sent.copy_(host, non_blocking=True)
 
+    def shows(self, requests: Sequence[int], growth: int) -> bool:
+        """Whether `show` has nothing to do."""
+        return growth == self._growth and list(requests) == self._requests
+
     def show(
         self,
         requests: Sequence[int],

@@ -188,6 +188,41 @@ class PagedKVCache:
         del self._lengths[request]
         self._free_requests.append(request)
 
+    def hold(self, requests: Sequence[int], lengths: Sequence[int]) -> None:
+        """Takes the pages that each request needs to have `lengths[i]` tokens; it has no more
+        tokens by it. What steps until then need is there, and tables no longer change.
+
+        Raises:
+            ValueError: a request is not live, named twice, or would exceed max_positions.
+            OutOfPagesError: the pool is too small. In every case nothing has changed.
+        """
+        missing = [
+            max(0, length - self._lengths.get(request, 0))
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+        self._check_room(requests, missing, least=0)
+        for request, length in zip(requests, lengths, strict=True):
+            self._grow(request, length)
+
+    def advance_decode(self, requests: Sequence[int], into: DecodeBuffers) -> None:
+        """Reserves one token more for each of `requests`, whose steps are in `into`, where the
+        device plans this one at the end of the one before (`flint::decode_advance`).
+
+        That needs the page of the token in the tables as the step before begins: where `hold` has
+        not taken it, the host plans the step, as `plan_decode` does.
+
+        Raises: as `plan_decode`.
+        """
+        self._check_buffers(into, len(requests))
+        planned = into.shows(requests, self._growth) and all(
+            self.pages_for(self._lengths[request] + 1) <= len(self._pages[request])
+            for request in requests
+        )
+        if planned:
+            self._reserve(requests, [1] * len(requests))
+        else:
+            self.plan_decode(requests, into=into)
+
     def copy(self, request: int, source: PagedKVCache | None = None) -> int:
         """A new request of the same tokens: its own pages, K and V copied from those of `request`.
 
@@ -355,12 +390,19 @@ class PagedKVCache:
 
     def _reserve(self, requests: Sequence[int], counts: Sequence[int]) -> None:
         """Checks everything, then takes the pages and grows the requests."""
+        self._check_room(requests, counts)
+        for request, count in zip(requests, counts, strict=True):
+            self._lengths[request] += count
+            self._grow(request, self._lengths[request])
+
+    def _check_room(self, requests: Sequence[int], counts: Sequence[int], least: int = 1) -> None:
+        """Whether each request can have `counts[i]` tokens more, `least` of them at least."""
         if len(set(requests)) != len(requests):
             raise _error("requests", list(requests), "no request twice")
         needed = 0
         for request, count in zip(requests, counts, strict=True):
             self._check_live(request)
-            if count < 1:
+            if count < least:
                 raise _error("counts", f"{count} for request {request}", "1 or more")
             length = self._lengths[request] + count
             if length > self.max_positions:
@@ -369,20 +411,17 @@ class PagedKVCache:
                     f"{count} tokens more for request {request}, {length} in all",
                     f"at most {self.max_positions} (max_positions)",
                 )
-            needed += self.pages_for(length) - len(self._pages[request])
+            needed += max(0, self.pages_for(length) - len(self._pages[request]))
         if needed > len(self._free_pages):
             raise OutOfPagesError(
                 f"tokens: got a pool with {len(self._free_pages)} free pages of {self.pages}; want "
                 f"{needed} for this step ({self.page_size} tokens a page). Release requests, wait "
                 "with some of these, or make the cache with more tokens."
             )
-        for request, count in zip(requests, counts, strict=True):
-            self._lengths[request] += count
-            self._grow(request)
 
-    def _grow(self, request: int) -> None:
+    def _grow(self, request: int, length: int) -> None:
         pages = self._pages[request]
-        missing = self.pages_for(self._lengths[request]) - len(pages)
+        missing = self.pages_for(length) - len(pages)
         if missing <= 0:
             return
         start = len(pages)

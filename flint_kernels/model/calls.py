@@ -55,3 +55,4 @@ bf16_moe_down: Op = _flint.bf16_moe_down.default
 bf16_lm_head: Op = _flint.bf16_lm_head.default
 
 sample: Op = _flint.sample.default
+decode_advance: Callable[..., None] = _flint.decode_advance.default

@@ -44,7 +44,7 @@ from flint_kernels.ops.nvfp4 import (
     nvfp4_dequantize,
     nvfp4_quantize,
 )
-from flint_kernels.ops.sampling import sample
+from flint_kernels.ops.sampling import decode_advance, sample
 from flint_kernels.ops.workspace import make_workspace, workspace_bytes
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "bf16_moe_gate_up",
     "bf16_qkv_norm_rope_kv_write",
     "bf16_routed_experts",
+    "decode_advance",
     "fused_add_rms_norm",
     "fused_add_rms_norm_router_topk",
     "gguf_to_modelopt",

@@ -1,4 +1,4 @@
-"""Seeded sampling: `flint_kernels/ops/sampling.py` says how a token is drawn."""
+"""Seeded sampling and what follows it; `flint_kernels/ops/sampling.py` says how it is done."""
 
 from __future__ import annotations
 
@@ -85,3 +85,39 @@ def _candidates(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.T
     ids = torch.nonzero(logits > -torch.inf).squeeze(1)
     ranked, order = torch.sort(logits[ids], descending=True, stable=True)
     return ranked, ids[order]
+
+
+def decode_advance(
+    tokens: torch.Tensor,
+    block_table: torch.Tensor,
+    window_block_table: torch.Tensor,
+    page_size: int,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    window_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    offsets: torch.Tensor,
+    history: torch.Tensor,
+    **_: object,
+) -> None:
+    """Whatever the data decides is decided by torch.where, so that a CUDA graph can hold it."""
+    live = seq_lens > 0
+    new = positions + 1
+    for table, slot in ((block_table, slots), (window_block_table, window_slots)):
+        width = table.shape[1]
+        page = torch.div(new, page_size, rounding_mode="floor")
+        if width == 0:
+            at = torch.full_like(slot, -1)
+        else:
+            index = page.clamp(0, width - 1).to(torch.int64)[:, None]
+            at = table.gather(1, index)[:, 0] * page_size + new % page_size
+        at = torch.where(page < width, at, -1)
+        slot.copy_(torch.where(live & (slot >= 0), at, slot))
+    column = (new % history.shape[1]).to(torch.int64)[:, None]
+    old = history.gather(1, column)[:, 0]
+    history.scatter_(1, column, torch.where(live, tokens, old)[:, None])
+    input_ids.copy_(torch.where(live, tokens.clamp(min=0), input_ids))
+    positions.copy_(torch.where(live, new, positions))
+    seq_lens.copy_(torch.where(live, new + 1, seq_lens))
+    offsets.copy_(torch.where(live, new.to(torch.int64) + 1, offsets))

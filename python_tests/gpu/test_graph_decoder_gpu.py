@@ -219,7 +219,7 @@ def test_buckets_share_no_memory(weight_format: str) -> None:
     spans = []
     for step in decoder._steps.values():
         for tensor in (
-            step._launch.workspace, step._ids, step.buffers._sent,
+            step.launch.workspace, step.ids, step.buffers._sent,
             step.buffers.batch.block_table, step.buffers.batch.window_block_table, *step.run(),
         ):  # fmt: skip
             spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))

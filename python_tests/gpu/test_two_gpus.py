@@ -8,8 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 from support import bits
+from test_concurrency import PARAMS, PROMPTS
 from test_contract_gpu import assert_misplaced_is_named, calls, outcome
 from test_namespace import NAMES
+
+from flint_kernels.generation import generate
+from flint_kernels.loading import load, load_tokenizer
 
 pytestmark = pytest.mark.two_gpus
 
@@ -29,3 +33,13 @@ def test_C7_tensors_on_the_second_gpu_while_the_first_is_current(name: str) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_C7_tensors_on_two_gpus_are_refused(name: str) -> None:
     assert_misplaced_is_named(name, "cuda:0", "cuda:1")
+
+
+def test_C7_a_model_decodes_on_the_second_gpu_while_the_first_is_current() -> None:
+    """Prefill, captured graphs and their replays."""
+    prompts = [load_tokenizer("flint-tiny").encode(text).ids for text in PROMPTS]
+    with torch.cuda.device(0):
+        models = [load("flint-tiny", device=f"cuda:{index}") for index in range(2)]
+        here, there = (generate(model, prompts, PARAMS) for model in models)
+        assert torch.cuda.current_device() == 0
+    assert here == there

@@ -8,11 +8,17 @@ is launched before the answer is there, which at the end of a text is one step f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from flint_kernels.integrations.transformers.cache import FlintCache
@@ -35,31 +41,51 @@ def takes(config: GenerationConfig, model_kwargs: dict[str, Any], synced_gpus: b
 
 
 class _Answers:
-    """What the host has to know of a step: its tokens, for a streamer, and whether all rows have
-    ended. On a GPU it is copied behind the step, and read when it is there."""
+    """What the host has to know of each step: its tokens, for a streamer, and whether all rows have
+    ended. On a GPU it is copied behind the step, and read when it is there.
 
-    def __init__(self, tokens: Tensor, ended: Tensor | None, *, streamed: bool) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._tokens = _to_host(tokens) if streamed else None
-        self._ended = None if ended is None else _to_host(ended)
-        if tokens.device.type == "cuda" and (streamed or ended is not None):
-            self._event = torch.cuda.Event()
-            self._event.record()
+    Of two steps at a time: the one that is read and the one that may be under way.
+    """
 
-    def read(self, streamer: BaseStreamer | None) -> bool:
-        """Gives the streamer its tokens; whether all rows have ended."""
-        if self._event is not None:
-            self._event.synchronize()
-        if streamer is not None and self._tokens is not None:
-            streamer.put(self._tokens)
-        return self._ended is not None and bool(self._ended)
+    def __init__(self, rows: int, device: torch.device, streamer: BaseStreamer | None) -> None:
+        self._streamer = streamer
+        self._slots = [_Slot(rows, device.type == "cuda") for _ in range(2)]
+
+    def note(self, tokens: Tensor, ended: Tensor | None) -> _Slot:
+        slot = self._slots[0]
+        self._slots.reverse()
+        slot.streamed, slot.stops = self._streamer is not None, ended is not None
+        if slot.streamed:
+            slot.tokens.copy_(tokens, non_blocking=True)
+        if ended is not None:
+            slot.ended.copy_(ended, non_blocking=True)
+        if slot.event is not None and (slot.streamed or slot.stops):
+            slot.event.record(torch.cuda.current_stream(tokens.device))  # maybe not the current GPU
+        return slot
+
+    def read(self, slot: _Slot) -> bool:
+        """Gives the streamer the step's tokens; whether all rows have ended."""
+        if slot.event is not None and (slot.streamed or slot.stops):
+            slot.event.synchronize()
+        if self._streamer is not None:
+            self._streamer.put(slot.tokens.clone())
+        return slot.stops and bool(slot.ended)
 
 
-def _to_host(values: Tensor) -> Tensor:
-    if not values.is_cuda:
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
+class _Slot:
+    """The answer of one step, in memory that the GPU copies to by itself."""
+
+    def __init__(self, rows: int, on_gpu: bool) -> None:
+        self.tokens = torch.empty(rows, dtype=torch.int64, pin_memory=on_gpu)
+        self.ended = torch.zeros((), dtype=torch.bool, pin_memory=on_gpu)
+        self.event = torch.cuda.Event() if on_gpu else None  # made where it is recorded first
+        self.streamed = self.stops = False
+
+
+def _stop_ids(criteria: Sequence[Any], device: torch.device) -> Tensor | None:
+    """The tokens that end a text, of all criteria that are about nothing else."""
+    ids = [one.eos_token_id.flatten() for one in criteria if type(one) is EosTokenCriteria]
+    return torch.cat(ids).to(device) if ids else None
 
 
 def _choose(scores: Tensor, do_sample: bool) -> Tensor:
@@ -100,26 +126,31 @@ def sample(
     runs_ahead = _may_run_ahead(generation_config, cache)
     max_length = stopping_criteria.max_length
     # Its answer is known beforehand, and is the same for all rows.
-    others = [one for one in stopping_criteria if type(one) is not MaxLengthCriteria]
+    known = (MaxLengthCriteria, EosTokenCriteria)
+    others = [one for one in stopping_criteria if type(one) not in known]
+    stop_ids = _stop_ids(stopping_criteria, input_ids.device)
     pad: Any = generation_config._pad_token_tensor
     pad = None if pad is None else pad.to(input_ids.device)
-    pads = any(hasattr(criterion, "eos_token_id") for criterion in others)
+    pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     finished = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    answers = _Answers(len(finished), finished.device, streamer)
     while True:
         scores = logits_processor(input_ids, logits.clone()) if logits_processor else logits
         tokens = _choose(scores, generation_config.do_sample)
         if pads:
             tokens = torch.where(finished, pad, tokens)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+        if stop_ids is not None:
+            finished |= torch.isin(tokens, stop_ids)
         for criterion in others:
             finished |= criterion(input_ids, None)
-        ended = finished.all() if others else None
-        answers = _Answers(tokens, ended, streamed=streamer is not None)
+        ended = finished.all() if others or stop_ids is not None else None
+        answer = answers.note(tokens, ended)
         last = max_length is not None and input_ids.shape[1] >= max_length
         ahead = runs_ahead and not last and cache.holds_another_column
         if ahead:
             logits = decode_step(model.model, tokens, cache)
-        if answers.read(streamer) or last:
+        if answers.read(answer) or last:
             break
         if not ahead:
             logits = decode_step(model.model, tokens, cache)

@@ -1,0 +1,1 @@
+"""Times whole forwards of the full-size model on one GPU; `python -m microbench.forward --help`."""
