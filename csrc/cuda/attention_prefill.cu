@@ -358,7 +358,7 @@ class PrefillMultiplier {
     sync_threads<2 * kWarpgroup>(kFirstTurn + group());
   }
   __device__ __forceinline__ void pass_turn() const {
-    pass_threads<2 * kWarpgroup>(kFirstTurn + (group() + 1) % kMultiplying);
+    arrive_at_threads<2 * kWarpgroup>(kFirstTurn + (group() + 1) % kMultiplying);
   }
 
   __device__ __forceinline__ void release(uint32_t barrier) const {

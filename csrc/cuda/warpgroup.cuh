@@ -22,10 +22,4 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Comes to a barrier that others wait at by sync_threads<kThreads>, without waiting.
-template <int kThreads>
-__device__ __forceinline__ void pass_threads(int barrier) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
-}
-
 }  // namespace flint::cuda

@@ -17,7 +17,7 @@ class alignas(8) Barrier {
  public:
   void init(uint32_t arrivals) {
     if (arrivals != 1) simt::fail("a barrier of several arrivals");
-    *this = Barrier();
+    *this = Barrier{};
   }
 
   void arrive_expecting(uint32_t bytes) {
@@ -33,20 +33,20 @@ class alignas(8) Barrier {
   }
 
   // Copies that wait until they are waited for.
-  void wait(uint32_t parity);
+  void wait(uint32_t parity) const;
 
   uint32_t address() const { return shared_address(this); }
 
  private:
-  int32_t expected_ = 0;
-  bool arrived_ = false;
-  uint8_t phase_ = 0;
+  int32_t expected_;
+  mutable bool arrived_;
+  mutable uint8_t phase_;
 };
 static_assert(sizeof(Barrier) == 8);
 
 inline thread_local std::map<const Barrier*, std::vector<std::function<void()>>> emulated_boxes;
 
-inline void Barrier::wait(uint32_t parity) {
+inline void Barrier::wait(uint32_t parity) const {
   simt::wait_until([this, parity] {
     {
       const std::lock_guard lock(emulated_barriers);

@@ -13,9 +13,4 @@ void give_registers() {}
 template <int kRegisters>
 void take_registers() {}
 
-template <int kThreads>
-void pass_threads(int barrier) {
-  arrive_named(barrier, kThreads);
-}
-
 }  // namespace flint::cuda
