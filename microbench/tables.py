@@ -226,9 +226,18 @@ def decode_kernels(checkpoint: str) -> str:
     return kernel_table(lines) + conditions(meta) if lines else NOT_MEASURED
 
 
+def attention_prefill() -> str:
+    """Prefill attention beside its best peer."""
+    meta, rows = kernel_rows("attention")
+    return products(meta, [row for row in rows if row["bench"] == "attention_prefill"])
+
+
 def prefill_kernels() -> str:
     """Projections and experts of many tokens."""
-    meta, rows = kernel_rows("prefill_kernels")
+    return products(*kernel_rows("prefill_kernels"))
+
+
+def products(meta: dict[str, Any], rows: Iterable[Row]) -> str:
     lines = [
         [
             f"`{row['bench']}`",
@@ -271,6 +280,7 @@ def prefill_roofline() -> str | None:
 def attention() -> str:
     """Decode attention beside the floor of its bytes and its best peer."""
     meta, rows = kernel_rows("attention")
+    rows = [row for row in rows if row["bench"] == "attention_decode"]
     return kernel_table(rows) + conditions(meta) if rows else NOT_MEASURED
 
 
@@ -470,6 +480,7 @@ TABLES: dict[str, Callable[[], str]] = {
         of_file, "validate_full", forward_tables.VALIDATION_HEAD, forward_tables.validation_lines
     ),
     "attention": attention,
+    "attention-prefill": attention_prefill,
     "cpu": cpu,
     **{f"decode-kernels-{name}": partial(decode_kernels, name) for name in CHECKPOINTS},
     "generate-gpu": partial(generate, GPU),

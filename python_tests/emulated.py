@@ -14,7 +14,16 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "python_tests" / "emulation"
 SOURCES = [*EMULATION.rglob("*.*"), *(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc/cuda").iterdir()]
-FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", "-Wno-unknown-pragmas")
+FLAGS = (
+    "-std=c++20",
+    "-O2",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-Wno-unknown-pragmas",
+    "-Wno-psabi",
+    "-fno-gnu-unique",
+)
 
 
 def compiled(name: str) -> ctypes.CDLL:

@@ -21,6 +21,7 @@ from flint_kernels.backends import (
     native_cuda,
     native_decode,
     native_many,
+    native_prefill,
     native_router,
     native_sampling,
 )
@@ -54,6 +55,7 @@ LIMITED = {  # kernels for some calls alone
     "few": native_decode,
     "many": native_many,
     "heads": native_attention,
+    "chunks": native_prefill,
     "topk": native_router,
     "best": native_sampling,
 }

@@ -456,6 +456,28 @@ def test_splits_cover_the_tiles_once_and_none_is_empty(helpers: Any, most: int) 
             assert each >= min(tiles, helpers.LEAST_SPLIT_TILES)
 
 
+@pytest.mark.parametrize("window", [0, 1, 16, 17, 100, 513])
+@pytest.mark.parametrize("keys", [16, 80, 176])
+def test_tiles_of_keys_hold_what_queries_see_once_and_in_order(
+    helpers: Any, window: int, keys: int
+) -> None:
+    group = helpers.PAGE_GROUP
+    for context in (0, 1, 15, 16, 79, 80, 81, 500, 513, 600):
+        for query in (0, 1, 24, 480, 504, 528):
+            for queries in (1, 2, 23, 24):
+                first, last = context + query, context + query + queries - 1
+                oldest, past, starts = helpers.key_tiles(context, first, last, window, keys)
+                assert oldest == (max(0, first - window + 1) if window else 0)
+                old = [k for s in starts[:past] for k in range(s, min(s + keys, context))]
+                new = [k for s in starts[past:] for k in range(s, min(s + keys, last + 1))]
+                assert [k for k in old if k >= oldest] == list(range(oldest, context))
+                assert new == list(range(max(oldest, context), last + 1))
+                # A tile of the past begins with a group of a page, and none is without a key.
+                assert all(start % group == 0 for start in starts[:past])
+                assert all(min(start + keys, context) > oldest for start in starts[:past])
+                assert len(starts) > past and starts[-1] <= last
+
+
 def test_a_long_request_of_one_gpu_is_split_evenly(helpers: Any) -> None:
     """33 splits of each of 4 KV heads are the 132 multiprocessors of an H200."""
     for length in (50_000, 100_000, 262_144):

@@ -51,11 +51,11 @@ def emulate(library: Any, logits: Tensor, rows: Rows, most: int = 32, seed: int 
 
 @pytest.mark.parametrize("vocabulary", [1, 19, 32, 33, 1025, 34_000])
 def test_tokens_are_those_of_the_cpu(library: Any, vocabulary: int) -> None:
-    rows = 5
+    rows = 5 if vocabulary < 4000 else 2
     logits = randn(rows, vocabulary, seed=vocabulary, dtype=torch.float32) * 3
     settings = Rows(
-        rows, temperature=[1.0, 0.0, 0.3, 2.0, 1e-30], top_k=[20, 20, 1, 32, 3],
-        top_p=[0.95, 0.95, 1.0, 1.0, 0.5],
+        rows, temperature=[1.0, 0.0, 0.3, 2.0, 1e-30][:rows], top_k=[20, 20, 1, 32, 3][:rows],
+        top_p=[0.95, 0.95, 1.0, 1.0, 0.5][:rows],
     )  # fmt: skip
     want = ops.sample(logits, *settings.tensors(), max_top_k=32).tolist()
     assert emulate(library, logits, settings, seed=vocabulary) == want

@@ -27,6 +27,7 @@ from microbench.cases import (
     Subject,
     activation,
     attention,
+    attention_prefill,
     decode,
     kv_write,
     moe_layer,
@@ -167,11 +168,12 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Group]]:
     monkeypatch.setattr(prefill, "ROWS", (5, 8))
     monkeypatch.setattr(moe_layer, "ROWS", (5,))
     monkeypatch.setattr(attention, "CASES", ((1, 90, 0), (3, 200, 33)))
+    monkeypatch.setattr(attention_prefill, "CASES", ((8, 0, 0), (8, 0, 3), (5, 40, 0)))
     registry = cases.load()
 
     def of(name: str) -> list[Group]:
         found = list(registry[name](CPU))
-        return [group for group in found if int(re.split("[MB]=", group.label)[1].split()[0]) <= 8]
+        return [group for group in found if int(re.split("[MBQ]=", group.label)[1].split()[0]) <= 8]
 
     return of
 
@@ -184,12 +186,13 @@ DECODE_KERNELS = [
 ]  # fmt: skip
 PREFILL_KERNELS = ["experts_around", "experts_down", "experts_gate_up", "linear", "moe_layer"]
 ATTENTION = ["attention_decode"]
+PREFILL_ATTENTION = ["attention_prefill"]
 LAYERS = "moe_layer_chain"  # a chain that is one launch: nothing of it is linked to another
 KERNELS = sorted(ROW_KERNELS + DECODE_KERNELS + ATTENTION)
 
 
 def test_the_benchmarks_are_those_of_the_kernels() -> None:
-    assert sorted([*KERNELS, *PREFILL_KERNELS, LAYERS]) == BENCHES
+    assert sorted([*KERNELS, *PREFILL_KERNELS, *PREFILL_ATTENTION, LAYERS]) == BENCHES
     assert {"rms_norm_plans", f"{LAYERS}_without_attention"} == cases.ON_REQUEST
     kernels_json = [name for name, file in cases.FILES.items() if file == "kernels"]
     assert sorted(kernels_json) == sorted([*ROW_KERNELS, "rms_norm_plans"])
@@ -522,7 +525,9 @@ def test_every_group_is_measured_from_buffers_to_rows(
             if name in ROW_KERNELS:
                 assert set(row["peers"]) == {"torch", "torch.compile"}
             else:
-                assert (row["peer"] == "") == (name in (LAYERS, "moe_layer"))
+                # Of a window and of a past, prefill attention's only peer is FlashAttention-3.
+                alone = name == "attention_prefill" and row["case"] != "Q=8 K=8 W=0"
+                assert (row["peer"] == "") == (alone or name in (LAYERS, "moe_layer"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
@@ -568,7 +573,7 @@ def test_without_rows_tables_say_so_and_there_is_no_plot(
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for name in (
         "kernels", "kernel-headlines", "roof", "decode-kernels-nvfp4", "decode-kernels-bf16",
-        "layer-chain", "prefill-kernels",
+        "layer-chain", "prefill-kernels", "attention", "attention-prefill",
     ):  # fmt: skip
         assert tables.TABLES[name]() == "*Not measured in this version.*"
     assert set(tables.drawings().values()) == {None}
@@ -622,6 +627,21 @@ def test_the_table_of_prefill_is_made_of_rows(measured: Path) -> None:
     assert "| `linear` | M=64 N=8 K=8 | 10 (10 to 10) | 4 | 50% | torch.mm: 9 | 0.90 |" in table
     assert "| `experts_around` | M=64 | 3 (3 to 3) |  | 50% | torch.mm: 9 | 3.00 |" in table
     assert "commit 0123456789ab." in table
+
+
+def test_the_tables_of_attention_are_made_of_rows(measured: Path) -> None:
+    more = {"peer": "FlashAttention-3", "peer_median": 9.0, "bytes": 1}
+    rows = [
+        results.row("attention_decode", "B=1 L=8 W=0", "us", [3.0], floor=1.5, flop=0, **more),
+        results.row("attention_prefill", "Q=8 K=8 W=0", "us", [10.0], floor=5.0, flop=40_000_000,
+                    **more),
+    ]  # fmt: skip
+    results.write(measured / "h200" / "attention.json", rows, META)
+    decode, prefill = (tables.TABLES[name]() for name in ("attention", "attention-prefill"))
+    assert "| `attention_decode` | B=1 L=8 W=0 | 3 (3 to 3) |" in decode
+    line = "| `attention_prefill` | Q=8 K=8 W=0 | 10 (10 to 10) | 4 | 50% | FlashAttention-3: 9 |"
+    assert line in prefill
+    assert "prefill" not in decode and "decode" not in prefill
 
 
 def test_the_plot_shows_cases_by_their_own_launches(measured: Path) -> None:

@@ -38,6 +38,12 @@ __device__ __forceinline__ void sync_threads(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
+// Comes to the same barrier and does not wait there.
+template <int kThreads>
+__device__ __forceinline__ void arrive_at_threads(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
 // ------------------------------------------------------------------------------ memory
 
 // An activation: never through the read-only path (ld.global.nc), because with PDL the kernel ahead
@@ -142,6 +148,26 @@ __device__ __forceinline__ float rounded(uint16_t, float value) {
   return low_half(pack_bf16(value, 0.0f));
 }
 __device__ __forceinline__ float rounded(float, float value) { return value; }
+
+// The larger of each half's magnitude, with either sign; of a NaN and a number the number.
+__device__ __forceinline__ uint32_t larger_magnitudes_of(uint32_t left, uint32_t right) {
+  uint32_t larger;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(left), "r"(right));
+  return larger;
+}
+
+// ------------------------------------------------------------------------------ E4M3
+
+// Two E4M3 values.
+__device__ __forceinline__ float2 e4m3_to_floats(uint16_t two) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+  float2 values;
+  asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(halves));
+  return values;
+}
 
 // ------------------------------------------------------------------------------ sums
 

@@ -63,6 +63,10 @@ struct MoeDown {
 bool moe_down_fits(const MoeDown& in);
 cudaError_t moe_down(const MoeDown& in, const Launch& launch);
 
+// Its way for one token with NVFP4 weights of Flint's sizes; where experimental kernels are in use.
+bool moe_down_one_fits(const MoeDown& in);
+cudaError_t moe_down_one(const MoeDown& in, const Launch& launch);
+
 // The routed experts of any number of tokens, with NVFP4 weights, on a GPU of compute capability
 // 9.0: gate and up in fp32 after their scales, act = round(g * sigmoid(g) * u); y = round(scale *
 // sum(act * w)); out = round(round(sum(weight * y)) + shared), summed in the order of selection.

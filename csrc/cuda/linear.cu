@@ -3,6 +3,7 @@
 // memory; a team of one has the tile for itself. Each takes tiles a grid apart, and fetches ahead
 // of the tile that it works on.
 
+#include "cuda/experimental.h"
 #include "cuda/launch.cuh"
 #include "cuda/linear.h"
 #include "cuda/one_token.cuh"
@@ -362,7 +363,9 @@ cudaError_t linear(const Linear& in, const Launch& launch) {
     case LinearOutput::kLogits:
       return launch_output<LinearOutput::kLogits>(in, launch);
     default:
-      return launch_output<LinearOutput::kRounded>(in, launch);
+      return experimental() && linear_one_fits(in)
+                 ? linear_one(in, launch)
+                 : launch_output<LinearOutput::kRounded>(in, launch);
   }
 }
 

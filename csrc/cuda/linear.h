@@ -43,6 +43,12 @@ bool linear_fits(const Linear& linear);
 
 cudaError_t linear(const Linear& linear, const Launch& launch);
 
+// Its way for one token with NVFP4 weights of Flint's widths, rounded; where experimental kernels
+// are in use.
+bool linear_one_fits(const Linear& linear);
+
+cudaError_t linear_one(const Linear& linear, const Launch& launch);
+
 // The same for any number of tokens, with NVFP4 weights, on a GPU of compute capability 9.0; no
 // logits. A token's bits are the same among any others.
 bool linear_many_fits(const Linear& linear);

@@ -2,6 +2,7 @@
 // The warps take pieces of these in turn, one expert's at a time, and leave each piece's sums
 // in shared memory; at the end they are added, weighted and combined in the order of selection.
 
+#include "cuda/experimental.h"
 #include "cuda/expert_groups.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/one_token.cuh"
@@ -247,6 +248,7 @@ bool moe_down_fits(const MoeDown& in) {
 }
 
 cudaError_t moe_down(const MoeDown& in, const Launch& launch) {
+  if (experimental() && moe_down_one_fits(in)) return moe_down_one(in, launch);
   const bool one = in.routing.tokens == 1;
   if (in.routed.scales == nullptr) {
     return one ? launch_plan<Bf16, 512, 4, 1, false>(in, launch)

@@ -41,36 +41,16 @@ struct ScalePairs {
 };
 
 __device__ __forceinline__ ScalePairs decode_scales(uint16_t two) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
-  float low, high;
-  asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-      : "=f"(low), "=f"(high)
-      : "r"(halves));
-  low *= kScaleShift;
-  high *= kScaleShift;
-  return {pack_bf16(low, low), pack_bf16(high, high)};
+  float2 scales = e4m3_to_floats(two);
+  scales.x *= kScaleShift;
+  scales.y *= kScaleShift;
+  return {pack_bf16(scales.x, scales.x), pack_bf16(scales.y, scales.y)};
 }
 
 // The lowest byte's E4M3 scale as a pair of itself, times 2^118.
 __device__ __forceinline__ uint32_t decode_scale(uint32_t byte) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(byte)));
-  float scale;
-  asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(scale) : "r"(halves));
-  scale *= kScaleShift;
+  const float scale = e4m3_to_floats(static_cast<uint16_t>(byte)).x * kScaleShift;
   return pack_bf16(scale, scale);
-}
-
-// Two E4M3 scales as they are.
-__device__ __forceinline__ float2 decode_scales_fp32(uint16_t two) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
-  float2 scales;
-  asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-      : "=f"(scales.x), "=f"(scales.y)
-      : "r"(halves));
-  return scales;
 }
 
 }  // namespace flint::cuda

@@ -24,6 +24,7 @@
 #include "cuda/pipeline.cuh"
 #include "cuda/silu.cuh"
 #include "cuda/tensor_map.h"
+#include "cuda/warpgroup.cuh"
 #include "cuda/weight_operand.cuh"
 #include "cuda/wgmma.cuh"
 
@@ -36,7 +37,6 @@ inline constexpr int kXSteps = kWeightColumns / kXColumns;  // of x in one of we
 inline constexpr int kRowGroup = 32;                        // tokens that go out together
 inline constexpr int kCluster = 2;
 
-inline constexpr int kWarpgroup = 4 * kWarp;
 inline constexpr int kProducts = 2;  // warpgroups that multiply
 
 inline constexpr uint32_t kCodesBytes = kRowTile * kWeightColumns / 2;
@@ -101,16 +101,6 @@ __device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&m
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                "r"(matrix[0]), "r"(matrix[1]), "r"(matrix[2]), "r"(matrix[3])
                : "memory");
-}
-
-template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // What is left of gate and up. Dense layers round both first.

@@ -118,8 +118,8 @@ __device__ __forceinline__ void multiply_shifted(OneTokenSums& sums, const Strea
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     const Nvfp4::Chunk chunk = stream.load(c);
-    const float2 low_scales = decode_scales_fp32(chunk.low_scales);
-    const float2 high_scales = decode_scales_fp32(chunk.high_scales);
+    const float2 low_scales = e4m3_to_floats(chunk.low_scales);
+    const float2 high_scales = e4m3_to_floats(chunk.high_scales);
     float blocks[2][4] = {};
 #pragma unroll
     for (int i = 0; i < Nvfp4::kVectors; ++i) {

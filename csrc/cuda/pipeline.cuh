@@ -10,6 +10,7 @@
 
 #include "cuda/barrier.cuh"
 #include "cuda/cluster.cuh"
+#include "cuda/ring.cuh"
 
 namespace flint::cuda {
 
@@ -23,6 +24,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& matrix,
       : "memory");
 }
 
+// The box at `at`, the innermost dimension first, of a described tensor of four dimensions.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& tensor, const int (&at)[4],
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(&tensor), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(barrier)
+      : "memory");
+}
+
 // The same to every CTA of `ranks` (a bit for each), at the same place of its shared memory; each
 // CTA's own barrier counts its bytes.
 __device__ __forceinline__ void copy_box_to(uint16_t ranks, uint32_t to, const CUtensorMap& matrix,
@@ -33,20 +44,5 @@ __device__ __forceinline__ void copy_box_to(uint16_t ranks, uint32_t to, const C
       "l"(&matrix), "r"(column), "r"(row), "r"(barrier), "h"(ranks)
       : "memory");
 }
-
-// A place in a ring of `kStages` buffers. `parity` is that of the barriers' phase: the reader waits
-// for it at "full", the writer for the opposite one at "empty".
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 }  // namespace flint::cuda

@@ -28,4 +28,8 @@ bool qkv_linear_fits(const QkvLinear& in);
 
 cudaError_t qkv_linear(const QkvLinear& in, const Launch& launch);
 
+// Its way for one token with NVFP4 weights of Flint's width; where experimental kernels are in use.
+bool qkv_one_fits(const QkvLinear& in);
+cudaError_t qkv_one(const QkvLinear& in, const Launch& launch);
+
 }  // namespace flint::cuda

@@ -52,6 +52,37 @@ inline cudaError_t describe(const MatrixInMemory& matrix, CUtensorMap* map) {
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// A tensor of BF16 with four dimensions, the innermost first and contiguous, read in boxes whose
+// innermost dimension is 64 elements; swizzled as above, elements outside read as zero. The stride
+// of a dimension of one is never used.
+struct TensorInMemory {
+  const void* elements;
+  int64_t sizes[4];
+  int64_t stride_bytes[3];  // of the outer three, multiples of 16
+  int box[4];
+};
+
+inline cudaError_t describe(const TensorInMemory& tensor, CUtensorMap* map) {
+  static const auto encode = find_tensor_map_encoder();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  cuuint64_t sizes[4], strides[3];
+  cuuint32_t box[4];
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  for (int i = 0; i < 4; ++i) {
+    sizes[i] = static_cast<cuuint64_t>(tensor.sizes[i]);
+    box[i] = static_cast<cuuint32_t>(tensor.box[i]);
+    if (i > 0) {
+      strides[i - 1] =
+          static_cast<cuuint64_t>(tensor.sizes[i] > 1 ? tensor.stride_bytes[i - 1] : 16);
+    }
+  }
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(tensor.elements), sizes,
+             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 // A row-major matrix of bytes with rows of `columns`, a multiple of 128, read in boxes of
 // `box_rows` whole rows: of which the first 128 columns come first, row behind row and with chunks
 // exchanged as above, then the next 128.

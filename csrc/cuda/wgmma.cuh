@@ -1,5 +1,5 @@
-// Hopper's asynchronous products of a warpgroup (wgmma), the left operand in registers. sm_90a
-// alone.
+// Hopper's asynchronous products of a warpgroup (wgmma), the left operand in registers or in shared
+// memory. sm_90a alone.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,6 +23,13 @@ __device__ __forceinline__ void await_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kOpen) : "memory");
 }
 
+// After a wait: what a product left in `sums` is read from here on, and not before.
+template <int kCount>
+__device__ __forceinline__ void settle(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
 // A right operand: rows of 64 BF16 in 128 bytes, eight rows after eight rows, chunks exchanged as
 // the copy unit does (tensor_map.h); `address` is a multiple of 1024. The next 16 columns of it are
 // kNextColumns further on.
@@ -31,6 +38,14 @@ inline constexpr uint64_t kNextColumns = 32 >> 4;
 __device__ __forceinline__ uint64_t right_operand(uint32_t address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 >> 4} << 32;
   return kSwizzle128 | kEightRows | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
+}
+
+// A right operand as it lies, b[16][128]: rows as above, its columns 64 ... 127 in rows of their
+// own `apart` bytes further on. The next 16 rows of it are kNextRows further on.
+inline constexpr uint64_t kNextRows = 2048 >> 4;
+
+__device__ __forceinline__ uint64_t upright_operand(uint32_t address, uint32_t apart) {
+  return right_operand(address) - (uint64_t{1} << 16) + (uint64_t{apart >> 4} << 16);
 }
 
 // sums[64 rows][kRows] += a[64][16] * b[kRows][16]^T, over the four warps of a warpgroup: a warp
@@ -106,6 +121,29 @@ FLINT_MULTIPLY(256,
                "%128, %129, %130, %131", "%132", "%133", FLINT_SUMS(0), FLINT_SUMS(16),
                FLINT_SUMS(32), FLINT_SUMS(48), FLINT_SUMS(64), FLINT_SUMS(80), FLINT_SUMS(96),
                FLINT_SUMS(112))
+
+// sums[64 rows][80] (+)= a[64][16] * b[80][16]^T, `a` in shared memory as a right operand lies
+// there.
+__device__ __forceinline__ void multiply_shared(float (&sums)[40], uint64_t a, uint64_t b,
+                                                bool add) {
+  asm volatile(
+      "{.reg .pred more; setp.ne.b32 more, %42, 0; "
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" FLINT_TEXT_0 ", " FLINT_TEXT_1
+      ", %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, more, 1, 1, 0, 0;}"
+      : FLINT_SUMS(0), FLINT_SUMS(16), FLINT_FOUR(32), FLINT_FOUR(36)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// sums[64 rows][128] += a[64][16] * b[16][128], `a` in registers and `b` upright.
+__device__ __forceinline__ void multiply_upright(float (&sums)[64], const uint32_t (&a)[4],
+                                                 uint64_t b, bool add) {
+  asm volatile(
+      "{.reg .pred more; setp.ne.b32 more, %69, 0; "
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" FLINT_TEXT_0 ", " FLINT_TEXT_1
+      ", " FLINT_TEXT_2 ", " FLINT_TEXT_3 "}, {%64, %65, %66, %67}, %68, more, 1, 1, 1;}"
+      : FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32), FLINT_SUMS(48)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
 
 #undef FLINT_MULTIPLY
 #undef FLINT_SUMS

@@ -3,12 +3,15 @@
 // `python setup.py build_test_module` builds it; it is in no wheel.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <iterator>
 #include <stdexcept>
+#include <vector>
 
 #include "attention_split.h"
+#include "attention_tiles.h"
 #include "bf16.h"
 #include "cuda/arranged.h"
 #include "cuda/tiles.h"
@@ -101,6 +104,14 @@ void add_attention(py::module_& m) {
   m.def("attention_splits", [](int tiles, int most) {
     const auto splits = flint::attention_splits(tiles, most);
     return py::make_tuple(splits.count, splits.tiles);
+  });
+  m.attr("PAGE_GROUP") = flint::kPageGroup;
+  // The first key of each tile, and of how many tiles they are those of the past.
+  m.def("key_tiles", [](int context, int first, int last, int window, int keys) {
+    const auto found = flint::key_tiles(context, first, last, window, keys);
+    std::vector<int> starts;
+    for (int i = 0; i < found.tiles; ++i) starts.push_back(flint::first_key(found, i, keys));
+    return py::make_tuple(found.oldest, found.past_tiles, starts);
   });
 }
 

@@ -22,6 +22,7 @@ from flint_kernels.backends import (
     native_cuda,
     native_decode,
     native_many,
+    native_prefill,
     native_router,
     native_sampling,
 )
@@ -35,6 +36,7 @@ _MODULES: tuple[ModuleType, ...] = (
     native_decode,
     native_many,
     native_attention,
+    native_prefill,
     native_router,
     native_sampling,
 )

@@ -12,8 +12,9 @@ import torch
 
 from flint_kernels.ops._check import Checker
 
-# A counter of four bytes for each request and KV head of decode attention, the one op that counts
-# so far: cuda::kMostAttentionPairs. The CPU bodies need none of it, but have the same checks.
+# A counter of four bytes for each request and KV head of decode attention,
+# cuda::kMostAttentionPairs. Prefill attention takes the first of them. The CPU bodies need none,
+# but have the same checks.
 _BYTES = 4 * 4096
 
 

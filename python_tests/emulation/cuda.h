@@ -6,6 +6,7 @@
 struct alignas(64) CUtensorMap {
   const char* base;
   uint64_t sizes[5], steps[5];
+  uint32_t box[5];
 };
 using cuuint64_t = uint64_t;
 using cuuint32_t = uint32_t;

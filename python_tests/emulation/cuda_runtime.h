@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "simt.h"
 
@@ -27,8 +28,11 @@ using cudaError_t = int;
 using cudaStream_t = void*;
 inline constexpr int cudaSuccess = 0, cudaErrorNotSupported = 801;
 
-struct uint4 {
+struct alignas(16) uint4 {
   uint32_t x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
 };
 struct alignas(16) float4 {
   float x, y, z, w;
@@ -43,11 +47,49 @@ struct dim3 {
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-using std::max;
-using std::min;
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+template <typename Left, typename Right>
+auto max(Left left, Right right) {
+  using T = std::common_type_t<Left, Right>;
+  return static_cast<T>(left) < static_cast<T>(right) ? static_cast<T>(right)
+                                                      : static_cast<T>(left);
+}
+template <typename Left, typename Right>
+auto min(Left left, Right right) {
+  using T = std::common_type_t<Left, Right>;
+  return static_cast<T>(right) < static_cast<T>(left) ? static_cast<T>(right)
+                                                      : static_cast<T>(left);
+}
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline float __frcp_rn(float value) { return 1.0f / value; }
+inline float __fmul_rn(float left, float right) { return left * right; }
+inline float __fadd_rn(float left, float right) { return left + right; }
+inline float __fsub_rn(float left, float right) { return left - right; }
+inline float __fdividef(float left, float right) { return left / right; }
+inline float __expf(float value) { return std::exp(value); }
+inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
+inline int __popc(unsigned bits) { return std::popcount(bits); }
+inline int __popcll(uint64_t bits) { return std::popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
+
+// The larger of each half.
+inline uint32_t __vmaxu2(uint32_t left, uint32_t right) {
+  return std::max(left & 0xffff, right & 0xffff) | std::max(left >> 16, right >> 16) << 16;
+}
+
+// The bytes of `low` and `high` that the four nibbles of `selector` name.
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return result;
+}
 
 inline void __syncthreads() { simt::sync_cta(); }
 inline void __syncwarp() { simt::sync_warp(); }
@@ -57,11 +99,19 @@ inline int __any_sync(unsigned, bool value) {
 }
 inline unsigned __ballot_sync(unsigned, bool value) {
   const auto all = simt::gather(value);
-  unsigned set = 0;
-  for (size_t i = 0; i < all.size(); ++i) set |= all[i] ? 1u << i : 0u;
-  return set;
+  unsigned bits = 0;
+  for (size_t i = 0; i < all.size(); ++i) bits |= static_cast<unsigned>(all[i]) << i;
+  return bits;
 }
-inline int __popc(unsigned bits) { return std::popcount(bits); }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const auto all = simt::gather(value);
+  return *std::max_element(all.begin(), all.end());
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  unsigned bits = 0;
+  for (const unsigned each : simt::gather(value)) bits |= each;
+  return bits;
+}
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
   return simt::gather(value)[static_cast<size_t>(lane)];

@@ -1,4 +1,4 @@
-// A GPU's threads on the CPU, as far as the decode attention's kernels use them. The kernels' own
+// A GPU's threads on the CPU, as far as the kernels that run here use them. The kernels' own
 // sources are compiled with the headers of this folder in place of those that hold instructions.
 //
 // A CTA is an OS thread, so that what is `__shared__` is thread_local; its threads are fibers,
@@ -65,8 +65,13 @@ struct Cluster {
 
 struct Cta {
   Index index;
-  int rank = 0, threads = 0, arrived = 0, cluster_arrived = 0;
-  uint64_t barriers = 0;
+  struct Barrier {
+    int arrived = 0;
+    uint64_t passed = 0;
+  };
+
+  int rank = 0, threads = 0, cluster_arrived = 0;
+  std::array<Barrier, 16> barriers;  // 0: __syncthreads
   Cluster* cluster = nullptr;
   std::vector<Warp> warps;
   ucontext_t scheduler{};
@@ -132,16 +137,24 @@ std::array<T, kLanes> gather(const T& value) {
 
 inline void sync_warp() { gather(0); }
 
-inline void sync_cta() {
-  Cta& cta = *current->cta;
-  const uint64_t barrier = cta.barriers;
-  if (++cta.arrived == cta.threads) {
-    cta.arrived = 0;
-    ++cta.barriers;
-  } else {
-    wait_until([&cta, barrier] { return cta.barriers != barrier; });
+// Comes to a barrier of `threads` threads; returns how often it had been passed.
+inline uint64_t arrive_at_barrier(int index, int threads) {
+  Cta::Barrier& barrier = current->cta->barriers.at(static_cast<size_t>(index));
+  const uint64_t passed = barrier.passed;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.passed;
   }
+  return passed;
 }
+
+inline void sync_threads(int index, int threads) {
+  const uint64_t passed = arrive_at_barrier(index, threads);
+  const Cta::Barrier& barrier = current->cta->barriers[static_cast<size_t>(index)];
+  wait_until([&barrier, passed] { return barrier.passed != passed; });
+}
+
+inline void sync_cta() { sync_threads(0, current->cta->threads); }
 
 inline void arrive_cluster() {
   Cta& cta = *current->cta;

@@ -27,6 +27,7 @@ from low_latency import (
     run,
     sample,
 )
+from prefill_case import PrefillCase
 from support import as_tuple
 from test_contract_gpu import calls
 
@@ -164,6 +165,15 @@ def test_decode_attention(window: int) -> None:
                 assert bool(case.run(enable_pdl=enable_pdl).isfinite().all())
 
 
+@pytest.mark.parametrize("window", [0, 40])
+def test_prefill_attention(window: int) -> None:
+    for requests in ([(0, 70)], [(50, 3), (0, 0), (97, 30)]):
+        for layout in ("hnd", "interleaved"):
+            case = PrefillCase(requests, DEVICE, window=window, layout=layout)
+            for enable_pdl in (False, True):
+                assert bool(case.run(enable_pdl=enable_pdl).isfinite().all())
+
+
 def test_repack_aligned_and_not() -> None:
     blocks = op_samples.gguf_blocks(7, 320).to(DEVICE)
     off = torch.empty(blocks.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(blocks.shape)
@@ -213,6 +223,7 @@ def parts() -> Iterator[Callable[[], object]]:
     yield lambda: [test_choice_of_experts(experts) for experts in (7, 1000)]
     for window in WINDOWS:
         yield lambda window=window: test_decode_attention(window)
+    yield lambda: [test_prefill_attention(window) for window in (0, 40)]
     yield test_repack_aligned_and_not
 
 

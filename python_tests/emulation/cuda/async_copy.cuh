@@ -17,6 +17,16 @@ inline void copy_16_async(uint32_t to, const void* from, bool there) {
   simt::current->copies.back().push_back(copy);
 }
 
+inline void copy_16_async(uint32_t to, const void* from) { copy_16_async(to, from, true); }
+
+inline void copy_4_async(uint32_t to, const void* from, bool there) {
+  char* target = simt::shared_pointer(to, 4);
+  if (reinterpret_cast<uintptr_t>(from) % 4 != 0) simt::fail("misaligned copy");
+  const auto copy = [=] { there ? std::memcpy(target, from, 4) : std::memset(target, 0, 4); };
+  if (!simt::options.late_copies) return static_cast<void>(copy());
+  simt::current->copies.back().push_back(copy);
+}
+
 inline void close_copies() { simt::current->copies.emplace_back(); }
 
 template <int kOpen>

@@ -17,12 +17,15 @@ struct Shape {
 inline int emulated_multiprocessors = 1;
 inline int multiprocessors() { return emulated_multiprocessors; }
 
-template <typename Parameter>
-cudaError_t launch_kernel(const Launch&, const Shape& shape, void (*kernel)(Parameter),
-                          const Parameter& argument) {
+inline constexpr size_t kMostSharedBytes = 227 * 1024 - 4096;
+inline size_t shared_bytes_for(int ctas) { return 228 * 1024 / static_cast<size_t>(ctas) - 4096; }
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(const Launch&, const Shape& shape, void (*kernel)(Parameters...),
+                          const Arguments&... arguments) {
   if (shape.shared_bytes > 232448) simt::fail("more shared memory than a CTA can have");
   simt::run_grid({shape.grid.x, shape.grid.y, shape.grid.z}, {shape.block.x, 1, 1},
-                 static_cast<int>(shape.cluster), [&] { kernel(argument); });
+                 static_cast<int>(shape.cluster), [&] { kernel(arguments...); });
   return cudaSuccess;
 }
 

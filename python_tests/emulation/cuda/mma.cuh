@@ -30,4 +30,14 @@ inline void multiply_add(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t a2
   }
 }
 
+inline uint32_t multiply_bf16_pairs(uint32_t left, uint32_t right) {
+  const auto half = [](uint32_t pair, int i) {
+    return bf16_to_float(static_cast<uint16_t>(pair >> 16 * i));
+  };
+  const auto product = [&](int i) {
+    return static_cast<uint32_t>(float_to_bf16(half(left, i) * half(right, i)));
+  };
+  return product(0) | product(1) << 16;
+}
+
 }  // namespace flint::cuda
