@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers_support import TEXTS, batch, library_tokens, model_of, tokenizer
 
-from flint_kernels.integrations.transformers import FlintCache, loop
+from flint_kernels.generation import DecodeLoop, GraphDecoder
+from flint_kernels.integrations.transformers import FlintCache, greedy, loop
+from flint_kernels.integrations.transformers.room import Room
+from flint_kernels.model import Flint
 
 STOP = library_tokens("flint-tiny", TEXTS[0], 40)[7]
 OPTIONS = {
@@ -55,17 +58,40 @@ def outcome(rows: int, options: dict) -> tuple[torch.Tensor, torch.Tensor, list[
     return got, torch.get_rng_state(), pieces, columns
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+def runs_ahead(config: GenerationConfig, cache: FlintCache) -> bool:
+    """As on a GPU."""
+    return not (config.return_dict_in_generate or cache.is_shared)
+
+
+def with_decoder(make: Callable[..., Room]) -> Callable[..., Room]:
+    """`Room.make` with a decoder as on a GPU, but for the graphs."""
+
+    def made(model: Flint, rows: int, length: int) -> Room:
+        paged = make(model, rows, length).paged
+        return Room(paged, GraphDecoder(model, paged, graphs=False))
+
+    return made
+
+
+@pytest.mark.parametrize("mode", ["plain", "ahead", "library"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_equals_transformers_own(
-    name: str, rows: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with the next step launched before the answer to the last one is read, as on a GPU."""
-    options = OPTIONS[name]
-    if ahead and "return_dict_in_generate" not in options:
-        monkeypatch.setattr(loop, "_may_run_ahead", lambda config, cache: True)
+    """Also, as on a GPU, with the next step launched before the answer to the last one is read, and
+    with the library's loop, which takes what is greedy and nothing more."""
+    options, searches = OPTIONS[name], []
+    plain = greedy.search
+    monkeypatch.setattr(greedy, "search", lambda *a, **k: searches.append(a) or plain(*a, **k))
+    if mode != "plain":
+        monkeypatch.setattr(loop, "_may_run_ahead", runs_ahead)
+    if mode == "library":
+        model_of().free_static_cache()
+        monkeypatch.setattr(Room, "make", with_decoder(Room.make))
     ours = outcome(rows, options)
+    model_of().free_static_cache()
+    assert len(searches) == (mode == "library" and name in ("greedy", "stop token", "static"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "takes", lambda *_: False)
         theirs = outcome(rows, options)
@@ -115,6 +141,23 @@ class _OnGpu:
         self.is_shared = cache.is_shared
         self.model = self
         self.device = torch.device("cuda")
+
+
+def test_a_row_without_a_candidate_is_an_error_and_leaves_no_step_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model_of().free_static_cache()
+    monkeypatch.setattr(loop, "_may_run_ahead", runs_ahead)
+    monkeypatch.setattr(Room, "make", with_decoder(Room.make))
+    taken = DecodeLoop.take
+    monkeypatch.setattr(DecodeLoop, "take", lambda self: [-1 for _ in taken(self)])
+    options = {"do_sample": False, "max_new_tokens": 20, "cache_implementation": "static"}
+    with pytest.raises(ValueError, match="logits: got a row of NaN or -inf alone"):
+        model_of().generate(**batch(TEXTS[0]), **options)
+    monkeypatch.setattr(DecodeLoop, "take", taken)
+    got = model_of().generate(**batch(TEXTS[0]), **options)  # in the same pages
+    assert got[0].tolist()[-20:] == library_tokens("flint-tiny", TEXTS[0], 40)[:20]
+    model_of().free_static_cache()
 
 
 def test_criteria_of_ones_own_see_every_token() -> None:

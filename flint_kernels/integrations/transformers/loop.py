@@ -3,7 +3,8 @@
 Transformers' loop asks the model anew at each step: inputs are prepared, the mask is read back to
 see where the rows' tokens are, and before the next step it waits to see whether all rows have
 ended. Here a step is a token of every row, so nothing has to be asked; and on a GPU the next step
-is launched before the answer is there, which at the end of a text is one step for nothing.
+is launched before the answer is there, which at the end of a text is one step for nothing. Greedy
+search without more to it is the library's own loop there (`greedy.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from flint_kernels.integrations.transformers import greedy
 from flint_kernels.integrations.transformers.cache import FlintCache
 from flint_kernels.integrations.transformers.step import decode_step
 
@@ -132,6 +134,26 @@ def sample(
     pad: Any = generation_config._pad_token_tensor
     pad = None if pad is None else pad.to(input_ids.device)
     pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    if (
+        runs_ahead
+        and max_length is not None
+        and not (generation_config.do_sample or logits_processor or others)
+    ):
+        steps = max_length - input_ids.shape[1] - 1
+        own = greedy.loop_for(cache, steps)
+        if own is not None:
+            found = greedy.search(
+                own,
+                cache,
+                logits.argmax(dim=-1),
+                steps,
+                stop_ids=set() if stop_ids is None else set(stop_ids.tolist()),
+                pad=0 if pad is None else int(pad),
+                streamer=streamer,
+            )
+            if streamer is not None:
+                streamer.end()
+            return torch.cat([input_ids, found.to(input_ids)], dim=-1)
     finished = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
     answers = _Answers(len(finished), finished.device, streamer)
     while True:
