@@ -331,7 +331,8 @@ the CPU tests that call it:
 kernel once (its last test asks torch's profiler whether they do), under compute-sanitizer's
 memcheck, initcheck, synccheck and racecheck. Errors in kernels of torch's libraries are counted
 apart, as "elsewhere". Of its tests 17 have run under the four tools on an H200: memcheck, synccheck
-and racecheck found nothing, and initcheck what torch's own product reads. The whole:
+and racecheck found nothing; initcheck found 64 reads, of which those that were looked at are of
+torch's own product. The whole:
 
 {sanitizers_gpu}
 
