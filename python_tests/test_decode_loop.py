@@ -123,6 +123,50 @@ def test_a_loop_starts_anew_with_other_requests() -> None:
         assert got == step_by_step(other, ids[chosen], rows, params, seeds, 3)
 
 
+def test_rows_that_no_request_has_any_more_keep_nothing() -> None:
+    """Neither settings, which the promise of the others might forbid, nor tokens of their own."""
+    cache = tiny.tiny_model().make_cache(4, 1000)
+    requests, ids = prefilled(cache, [8, 33, 20, 9])
+    decoder = decoder_of(cache)
+    loop = decoder.loop(4)
+    every = [SamplingParams(top_k=0, top_p=0.9)] * 4
+    loop.start(ids, requests, every, [1, 2, 3, 4])
+    loop.launch()
+    tokens = torch.tensor(loop.take())
+    loop.start(tokens[:2], requests[:2], [SamplingParams(top_k=5)] * 2, [1, 2])
+    loop.launch()
+    assert len(loop.take()) == 2
+    assert loop._step.ids[2:].tolist() == [0, 0]
+
+
+def test_a_request_is_decoded_until_it_is_full() -> None:
+    longest = tiny.tiny_model().max_positions
+    cache, other = (tiny.tiny_model().make_cache(1) for _ in range(2))
+    requests, ids = prefilled(cache, [longest - 4])
+    want = step_by_step(other, prefilled(other, [longest - 4])[1], requests, PARAMS[:1], [3], 4)
+    loop = decoder_of(cache).loop(1)
+    loop.start(ids, requests, PARAMS[:1], [3])
+    for _ in range(4):
+        loop.launch()
+    assert [loop.take() for _ in range(4)] == want
+    with pytest.raises(ValueError, match=str(longest)):
+        loop.launch()
+
+
+def test_after_a_start_that_failed_nothing_is_launched() -> None:
+    cache = tiny.tiny_model().make_cache(2)
+    requests, ids = prefilled(cache, [20])
+    loop = decoder_of(cache).loop(2)
+    loop.start(ids, requests, PARAMS[:1], SEEDS[:1])
+    loop.launch()
+    loop.take()
+    with pytest.raises(ValueError, match="requests"):
+        loop.start(ids.repeat(2), requests * 2, PARAMS[:1] * 2, SEEDS[:1] * 2)
+    with pytest.raises(RuntimeError, match="launch: got no requests"):
+        loop.launch()
+    assert cache.length(requests[0]) == 21
+
+
 def test_held_pages_are_there_and_nothing_else_is_taken() -> None:
     cache = tiny.tiny_model().make_cache(2, 160)
     (first, second), _ = prefilled(cache, [20, 5])
@@ -206,6 +250,13 @@ def test_errors() -> None:
     assert decoder.loop(1) is loop
     with pytest.raises(RuntimeError, match="take: got no step under way; want one"):
         loop.take()
+    with pytest.raises(RuntimeError, match="launch: got no requests; want those of a start"):
+        loop.launch()
+    for some in (ids.expand(2), ids[0], ids.float()):
+        with pytest.raises(ValueError, match=r"input_ids: got .*; want int32 or int64 of shape"):
+            loop.start(some, requests, PARAMS[:1], SEEDS[:1])
+    with pytest.raises(ValueError, match="params, seeds: got 1 and 3; want 1 each"):
+        loop.start(ids, requests, PARAMS[:1], SEEDS)
     loop.start(ids, requests, PARAMS[:1], SEEDS[:1])
     for _ in range(LAG + 1):
         loop.launch()

@@ -265,9 +265,9 @@ fault("decode_advance", "page_size", "2**31", number(1 << 31))
 fault("decode_advance", "window_block_table", "another width", narrower("window_block_table", 1))
 fault("decode_advance", "history", "no room", lambda a: a["history"][:, :0])
 fault("decode_advance", "positions", "not the last", entry("positions", 3, 0))
-fault("decode_advance", "seq_lens", "no room left",
-      together(("positions", number(int32(31, 0, 2))),
-               ("seq_lens", number(int32(32, 0, 3)))))  # fmt: skip
+fault("decode_advance", "seq_lens", "more than there is room for",
+      together(("positions", number(int32(32, 0, 2))),
+               ("seq_lens", number(int32(33, 0, 3)))))  # fmt: skip
 fault("sample", "max_top_k", "-1", number(-1))
 fault("sample", "top_k", "more than max_top_k",
       together(("max_top_k", number(20)), ("top_k", number(int32(21, 0, 1)))))  # fmt: skip

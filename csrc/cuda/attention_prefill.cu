@@ -174,7 +174,7 @@ class Schedule {
     // KV heads together, or one after the other where the L2 does not hold all of their keys.
     const int own = at - ends_[request] * kv_heads, tiles = ends_[request + 1] - ends_[request];
     const bool together =
-        job_.in.window > 0 || int64_t{tile.context + end - begin} * kv_heads <= kKeysInL2;
+        job_.in.window > 0 || (int64_t{tile.context} + (end - begin)) * kv_heads <= kKeysInL2;
     const int place = together ? own / kv_heads : own % tiles;
     const int query = place * kQueries;
     tile.kv_head = together ? own - place * kv_heads : own / tiles;

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 2)
     part.fetch(tile_lane<kSharedSize>(common, first, kHalfTile, half * kChunks));
     x = static_cast<const uint16_t*>(in.shared_act) + half * kRoutedSize;
   } else {
-    // Not by the read-only path: the kernel two ahead has written it.
+    // Read here and once: the kernel two ahead has written it.
     const int expert = *static_cast<const volatile int32_t*>(in.routing.ids + warp);
     weight = load_weight(in.weights + warp);
     named = expert >= 0 && expert < in.routing.experts;

@@ -47,8 +47,8 @@ def takes(q: Tensor, k: Tensor, cu_seqlens: Tensor, k_cache: Tensor | None = Non
 def _rows(x: Tensor) -> Tensor:
     """x [T, H, D] as copies of boxes can read it: contiguous elements, rows and heads that start at
     multiples of 16 bytes."""
-    strides = (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0)
-    aligned = all(stride % 8 == 0 for stride in strides) and x.data_ptr() % 16 == 0
+    strides = [x.stride(i) for i in (0, 1) if x.shape[i] > 1]  # 0 is none that a box can have
+    aligned = all(s > 0 and s % 8 == 0 for s in strides) and x.data_ptr() % 16 == 0
     return x if x.stride(2) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 

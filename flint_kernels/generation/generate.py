@@ -12,7 +12,7 @@ from torch import Tensor
 from flint_kernels.arguments import integer, token_ids
 from flint_kernels.generation.graph import GraphDecoder
 from flint_kernels.generation.loop import LAG
-from flint_kernels.generation.sampling import Sampler, SamplingParams
+from flint_kernels.generation.sampling import Sampler, SamplingParams, check_token
 from flint_kernels.model.cache import PagedKVCache
 from flint_kernels.model.flint import Flint
 from flint_kernels.ops import value_checks_enabled
@@ -198,7 +198,7 @@ class Generation:
     def _step(self) -> Iterator[tuple[int, int]]:
         rows, tokens = self._forward()
         for token in tokens:
-            _check_token(token)
+            check_token(token)
         for request, token in zip(rows, tokens, strict=True):
             accepted = request.accept(token)
             if request.finish_reason:
@@ -239,7 +239,7 @@ class Generation:
                 tokens = loop.take()
                 drawn = zip(rows, tokens, strict=True)
                 for request, token in [pair for pair in drawn if not pair[0].finish_reason]:
-                    _check_token(token)
+                    check_token(token)
                     accepted = request.accept(token)
                     if request.finish_reason:
                         left = 0
@@ -356,14 +356,6 @@ def generate(
         if on_token is not None:
             on_token(request, token)
     return generation.completions()
-
-
-def _check_token(token: int) -> None:
-    if token < 0:  # an accelerator's answer to a row without a choice
-        raise ValueError(
-            "logits: got a row of NaN or -inf alone; want a candidate in each. Damaged weights? "
-            "FLINT_KERNELS_CHECK_VALUES=1 finds the op."
-        )
 
 
 def _make_requests(

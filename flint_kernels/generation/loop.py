@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flint_kernels.generation.capture import capture, check_not_capturing
-from flint_kernels.generation.sampling import SamplingParams
+from flint_kernels.generation.sampling import SamplingParams, promised_top_k
 from flint_kernels.model import calls
 from flint_kernels.model.buffers import DecodeBuffers
 from flint_kernels.model.cache import PagedKVCache
@@ -20,8 +20,6 @@ LAG = 4
 """Steps that are launched ahead of the one whose tokens the host looks at."""
 
 _HISTORY = 2 * LAG  # tokens of a row that the device keeps; more than are ever on their way
-# A row that keeps more candidates is drawn from its whole sorted vocabulary.
-_FEW = 32
 
 
 class Step(Protocol):
@@ -43,7 +41,7 @@ class DecodeLoop:
     steps: no step waits for the host. Tokens are those of single steps with the same settings.
 
         loop.start(first_ids, requests, params, seeds)
-        loop.launch()          # as far ahead as one likes, `LAG` steps at most
+        loop.launch()          # as far ahead as one likes, up to `LAG` + 1 under way
         tokens = loop.take()   # of the oldest step, one a request
 
     Steps belong on one stream, and in one thread at a time. A graph is captured at the first start
@@ -62,7 +60,6 @@ class DecodeLoop:
         rows, device = step.buffers.rows, step.ids.device
         self._offsets = torch.zeros(rows, dtype=torch.int64, device=device)
         self._history = torch.full((rows, _HISTORY), -1, dtype=torch.int64, device=device)
-        # What a row without a request is drawn by: greedily.
         self._temperature = torch.zeros(rows, device=device)
         self._top_k = torch.zeros(rows, dtype=torch.int32, device=device)
         self._top_p = torch.ones(rows, device=device)
@@ -92,37 +89,48 @@ class DecodeLoop:
         Nothing may be under way. Tokens up to the end of the loop are reserved step by step;
         `PagedKVCache.hold` takes their pages beforehand, and spares the loop that.
 
+        Rows without a request are drawn greedily, and all take the same token: their experts are
+        the same few.
+
         Raises:
-            ValueError, OutOfPagesError: as `PagedKVCache.plan_decode`.
+            ValueError: input_ids, params or seeds are not one for each request; or as
+                `PagedKVCache.plan_decode`, which raises OutOfPagesError too. Then another start has
+                to come before a launch.
             RuntimeError: steps are under way; or a capture failed.
         """
         if self._stream:
             raise RuntimeError(
                 f"start: got {self.under_way} steps under way; want none. Take their tokens first."
             )
-        self._max_top_k = _promise(params)
-        self._prepare()
         count = len(requests)
+        _check_start(input_ids, count, params, seeds)
+        self._requests, self._positions, self._fresh = [], [], False  # until all of it is done
+        self._max_top_k = promised_top_k(params)
+        self._prepare()
         positions = [self._cache.length(request) for request in requests]
         self._cache.plan_decode(requests, into=self._step.buffers)
-        self._requests = list(requests)
-        self._positions = [position + 1 for position in positions]
+        self._step.ids[count:].zero_()
         self._step.ids[:count].copy_(input_ids, non_blocking=True)
-        _send(self._offsets, self._positions)
-        _send(self._temperature, [0.0 if p.greedy else p.temperature for p in params])
-        _send(self._top_k, [p.top_k for p in params])
-        _send(self._top_p, [p.top_p for p in params])
-        _send(self._seed, seeds)
-        self._fresh = True
+        positions = [position + 1 for position in positions]
+        _send(self._offsets, positions, 0)
+        _send(self._temperature, [0.0 if p.greedy else p.temperature for p in params], 0.0)
+        _send(self._top_k, [p.top_k for p in params], 0)
+        _send(self._top_p, [p.top_p for p in params], 1.0)
+        _send(self._seed, seeds, 0)
+        self._requests, self._positions, self._fresh = list(requests), positions, True
 
     @torch.inference_mode()
     def launch(self) -> None:
         """Runs a step.
 
         Raises:
-            RuntimeError: `LAG` steps and one are under way.
+            RuntimeError: nothing was started; or `LAG` steps and one are under way.
             ValueError, OutOfPagesError: as `PagedKVCache.plan_decode`; nothing has changed.
         """
+        if not self._requests:
+            raise RuntimeError(
+                "launch: got no requests; want those of a start that succeeded. Call start first."
+            )
         if self.under_way > LAG:
             raise RuntimeError(
                 f"launch: got {self.under_way} steps under way; want at most {LAG} at a launch. "
@@ -227,14 +235,24 @@ class _Stream:
         return values
 
 
-def _promise(params: Sequence[SamplingParams]) -> int:
-    """What `sample` may be promised of these rows, as max_top_k: one number, for one graph."""
-    drawn = [p.top_k for p in params if not (p.greedy or p.temperature == 0)]
-    return _FEW if all(1 <= top_k <= _FEW for top_k in drawn) else 0
+def _check_start(
+    input_ids: Tensor, count: int, params: Sequence[SamplingParams], seeds: Sequence[int]
+) -> None:
+    if input_ids.shape != (count,) or input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"input_ids: got {input_ids.dtype} of shape {tuple(input_ids.shape)}; want int32 or "
+            f"int64 of shape ({count},), one token for each of requests."
+        )
+    if not len(params) == len(seeds) == count:
+        raise ValueError(
+            f"params, seeds: got {len(params)} and {len(seeds)}; want {count} each, one for each "
+            "of requests."
+        )
 
 
-def _send(tensor: Tensor, values: Sequence[float]) -> None:
-    """The first elements of `tensor`, in stream order."""
+def _send(tensor: Tensor, values: Sequence[float], rest: float) -> None:
+    """`values`, and `rest` in the rows behind them, in stream order."""
     cuda = tensor.device.type == "cuda"
-    host = torch.tensor(values, dtype=tensor.dtype, pin_memory=cuda)
-    tensor[: len(host)].copy_(host, non_blocking=True)
+    filled = [*values, *[rest] * (len(tensor) - len(values))]
+    host = torch.tensor(filled, dtype=tensor.dtype, pin_memory=cuda)
+    tensor.copy_(host, non_blocking=True)

@@ -69,6 +69,26 @@ class SamplingParams:
         return secrets.randbits(63) if self.seed is None else self.seed
 
 
+# A row that keeps more candidates is drawn from its whole sorted vocabulary.
+_FEW = 32
+
+
+def promised_top_k(params: Sequence[SamplingParams]) -> int:
+    """What `flint::sample` may be promised of these rows, as max_top_k: one of two numbers, so that
+    a graph serves many settings."""
+    drawn = [p.top_k for p in params if not (p.greedy or p.temperature == 0)]
+    return _FEW if all(1 <= top_k <= _FEW for top_k in drawn) else 0
+
+
+def check_token(token: int) -> None:
+    """ValueError for -1, an accelerator's answer to a row of logits without a choice."""
+    if token < 0:
+        raise ValueError(
+            "logits: got a row of NaN or -inf alone; want a candidate in each. Damaged weights? "
+            "FLINT_KERNELS_CHECK_VALUES=1 finds the op."
+        )
+
+
 class Sampler:
     """The settings of a batch's rows as tensors on the device, made once a batch."""
 
@@ -83,6 +103,7 @@ class Sampler:
         self.top_k = column([p.top_k for p in params], torch.int32)
         self.top_p = column([p.top_p for p in params], torch.float32)
         self.seed = torch.tensor(seeds, dtype=torch.int64).to(device, non_blocking=True)
+        self.max_top_k = promised_top_k(params)
 
     def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Draws one token a row.
@@ -90,7 +111,8 @@ class Sampler:
         logits [B, V] fp32; positions [B] int64, where each new token will stand: the draw depends
         on the row's seed and position alone. Returns [B] int64.
         """
-        return calls.sample(logits, self.temperature, self.top_k, self.top_p, self.seed, positions)
+        settings = self.temperature, self.top_k, self.top_p, self.seed
+        return calls.sample(logits, *settings, positions, max_top_k=self.max_top_k)
 
 
 def _fp32(name: str, value: object, want: str) -> float:

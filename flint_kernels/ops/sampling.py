@@ -121,12 +121,12 @@ def _advance_values(
             "The newest token of a row stands at its length - 1.",
         )
     room = block_table.shape[1] * page_size
-    if bool((live & (seq_lens >= room)).any()):
+    if bool((live & (seq_lens > room)).any()):
         check.fail(
             "seq_lens",
             seq_lens.tolist(),
-            f"less than {room}, the tokens that a row of block_table has pages for",
-            "Stop before a request is full, or give the tables more pages.",
+            f"at most {room}, the tokens that a row of block_table has pages for",
+            "Give the tables more pages.",
         )
 
 
@@ -171,9 +171,10 @@ def decode_advance(
             may read positions, slots and lengths ahead of their wait: so that step has to begin
             with an ordinary launch.
 
-    Values: positions that are not the lengths - 1, or a row without room, are an error on the CPU
-    and with FLINT_KERNELS_CHECK_VALUES; on a GPU without it a position beyond the table has slot
-    -1, where nothing is written.
+    A row that is full gets slot -1, where nothing is written: it has no next step.
+
+    Values: positions that are not the lengths - 1, or a length beyond the table, are an error on
+    the CPU and with FLINT_KERNELS_CHECK_VALUES; on a GPU without it such a row is as a full one.
     """
     check = Checker("decode_advance", "tokens", tokens)
     long = (torch.int64,)

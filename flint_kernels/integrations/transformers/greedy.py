@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flint_kernels.generation import DecodeLoop, SamplingParams
 from flint_kernels.generation.loop import LAG
+from flint_kernels.generation.sampling import check_token
 from flint_kernels.integrations.transformers.cache import FlintCache
 
 if TYPE_CHECKING:
@@ -42,17 +43,13 @@ def search(
     steps more than that may have been made in the cache.
 
     Raises:
-        ValueError: a row of logits has no candidate, NaN or -inf alone.
+        ValueError: a row of logits after the first has no candidate, NaN or -inf alone.
     """
     ended = [False] * len(first)
     columns: list[Tensor] = []
 
     def take(tokens: list[int]) -> None:
-        if min(tokens) < 0:
-            raise ValueError(
-                "logits: got a row of NaN or -inf alone; want a candidate in each. Damaged "
-                "weights? FLINT_KERNELS_CHECK_VALUES=1 finds the op."
-            )
+        check_token(min(tokens))
         row = [pad if over else token for token, over in zip(tokens, ended, strict=True)]
         ended[:] = [over or token in stop_ids for token, over in zip(row, ended, strict=True)]
         columns.append(torch.tensor(row))
