@@ -17,6 +17,7 @@
 # make gpu-test-wheel the GPU tests of an installed wheel
 # make planted    faults put into a copy of the tree: each must make a test fail; `make gpu-planted`
 # make properties      many examples of the property tests; `make gpu-properties` on a GPU
+# make gpu-forward  whole forwards, tokens and loading at the full size (23 GB of disk), measured
 # make gpu-bench  measures the kernels for docs/results/$(GPU), on a GPU that does nothing else
 # make clean   removes what was built; `make distclean` the virtual environment too
 #
@@ -42,6 +43,8 @@ CLANGXX ?= clang++
 # As in pyproject.toml's [build-system]. Without build isolation they must be there beforehand;
 # with it pip would download a second torch to compile against.
 BUILD_REQUIREMENTS := "setuptools>=77" ninja
+
+EXPERIMENTAL_TESTS := low_latency low_latency_graphs decode_gemv graph_decoder decode_loop
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -121,8 +124,11 @@ slow-test: compiler $(STAMPS)/test
 vllm-test: $(STAMPS)/vllm
 	$(ONE_THREAD) $(PY) -m pytest -m vllm python_tests/test_vllm.py $(PYTEST_ARGS)
 
+# The second run is that of the kernels which a process has to be told to use, at its start.
 gpu-test: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
+	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) -m pytest -m gpu \
+	  $(EXPERIMENTAL_TESTS:%=python_tests/gpu/test_%_gpu.py) $(PYTEST_ARGS)
 
 gpu-test-two: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -m two_gpus python_tests/gpu $(PYTEST_ARGS)
@@ -194,16 +200,18 @@ gpu-properties: compiler $(STAMPS)/test
 	$(PY) docs/generate_faults.py
 
 gpu-forward: $(STAMPS)/package
-	$(PY) -m microbench.forward.suite --output build/results/$(GPU)
-	$(PY) -m microbench.load build/full-size --output build/results/$(GPU)
+	rm -rf build/results/$(GPU)/forward
+	$(PY) -m microbench.forward.suite --output build/results/$(GPU)/forward
+	$(PY) -m microbench.load build/full-size --output build/results/$(GPU)/forward
 	mkdir -p docs/results/$(GPU)
-	cp build/results/$(GPU)/*.json docs/results/$(GPU)/
+	cp build/results/$(GPU)/forward/*.json docs/results/$(GPU)/
 	$(PY) -m microbench.tables
 
 gpu-bench: $(STAMPS)/package
-	$(PY) -m microbench.kernels --output build/results/$(GPU)
+	rm -rf build/results/$(GPU)/kernels
+	$(PY) -m microbench.kernels --output build/results/$(GPU)/kernels
 	mkdir -p docs/results/$(GPU)
-	cp build/results/$(GPU)/*.json docs/results/$(GPU)/
+	cp build/results/$(GPU)/kernels/*.json docs/results/$(GPU)/
 	$(PY) -m microbench.tables
 
 clean:

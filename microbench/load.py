@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -117,18 +118,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m microbench.load", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("folder", type=Path, help="where the file is written; it is removed again")
+    parser.add_argument(
+        "folder", type=Path, help="in which a folder of its own is made, and removed again"
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="writes load.json there")
     parser.add_argument("--commit", help="of the tree, where it is run without its git history")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("no GPU: torch.cuda.is_available() is false; the model is loaded to one")
     options.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        rows = measure(FlintConfig.flint_40b(), options.folder, torch.device("cuda", 0))
-    finally:
-        for name in ("model.gguf", "config.json"):
-            (options.folder / name).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=options.folder) as own:
+        rows = measure(FlintConfig.flint_40b(), Path(own), torch.device("cuda", 0))
     if options.output:
         results.write(options.output / "load.json", rows, results.describe("cuda", options.commit))
     lines = [(row["case"], row["metric"], f"{row['median']:.4g}") for row in rows]

@@ -233,8 +233,11 @@ def attention_prefill() -> str:
 
 
 def prefill_kernels() -> str:
-    """Projections and experts of many tokens."""
-    return products(*kernel_rows("prefill_kernels"))
+    """Projections and experts of many tokens, and where they stand under the roof."""
+    table = products(*kernel_rows("prefill_kernels"))
+    if prefill_roofline() is None:
+        return table
+    return f"![{ROOFLINE}](images/{ROOFLINE_PLOT.name})\n\n{table}"
 
 
 def products(meta: dict[str, Any], rows: Iterable[Row]) -> str:
@@ -253,10 +256,7 @@ def products(meta: dict[str, Any], rows: Iterable[Row]) -> str:
     head = ["op", "case", "µs (20th to 80th percentile)", "TFLOP/s", "of the roof", "best peer, µs"]
     if not lines:
         return NOT_MEASURED
-    picture = (
-        "" if prefill_roofline() is None else f"![{ROOFLINE}](images/{ROOFLINE_PLOT.name})\n\n"
-    )
-    return picture + markdown([*head, "times as fast"], lines) + conditions(meta)
+    return markdown([*head, "times as fast"], lines) + conditions(meta)
 
 
 ROOFLINE = "Kernels of many tokens under the roof of the machine"
