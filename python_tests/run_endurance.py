@@ -12,7 +12,8 @@ Each tenth of the run ends with no live request, and then
 - a sampled 1% of its requests is decoded again, slowly: by the model's own step, op by op without
   graphs, buffers that stay and PDL, in a cache of its own, beside other requests than before. Every
   token and the last logits have to be the same to the bit: the ops promise a row's bits whatever is
-  beside it;
+  beside it. Whether anything is does count (`docs/numerics.md`), so a step that a request made
+  alone is made alone again, and one among others among others;
 - every counter of a workspace is to be zero, and every page and request of the caches free;
 - torch's memory on the GPU is to be what it was after the first tenth, to the byte, and the
   process's own within 16 MiB.
@@ -27,7 +28,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class Request:
     done: int = 0  # kept up where it is sampled
     tokens: Tensor | None = None  # [steps + 1]: that of the prompt, and one a step
     logits: Tensor | None = None  # [vocabulary] of the last step
+    alone: list[bool] = field(default_factory=list)  # at each step
 
     def note(self, token: Tensor, logits: Tensor) -> None:
         if self.tokens is None:
@@ -68,8 +70,8 @@ class Request:
         self.done += 1
 
 
-def make_cache(model: Flint) -> PagedKVCache:
-    return model.make_cache(LIVE, tokens=LIVE * POSITIONS)
+def make_cache(model: Flint, requests: int = LIVE) -> PagedKVCache:
+    return model.make_cache(requests, tokens=requests * POSITIONS)
 
 
 @torch.inference_mode()
@@ -120,6 +122,8 @@ class Lane:
                 self._come(share)
             if not self.rows:
                 return False
+            for request in self.rows:
+                request.alone.append(len(self.rows) == 1)
             self.ids = advance(self.decoder(self.ids, self.slots).logits, self.rows)
             self.steps += 1
             self.tokens += len(self.rows)
@@ -176,7 +180,7 @@ class Slow:
 
     def __init__(self, model: Flint) -> None:
         self.model = model
-        self.cache = make_cache(model)
+        self.cache = make_cache(model, requests=LIVE + 1)
 
     def differing(self, requests: Sequence[Request]) -> int:
         """How many of the requests come out otherwise."""
@@ -188,19 +192,30 @@ class Slow:
 
     def _batch(self, requests: Sequence[Request]) -> int:
         twins = [Request(request.prompt, request.steps, True) for request in requests]
-        ids = torch.cat([begin(self.model, self.cache, twin) for twin in twins])
+        others = Request([0], twins[0].steps, False)  # company for one that was not alone
+        ids = {id(twin): begin(self.model, self.cache, twin) for twin in (*twins, others)}
         for step in range(twins[0].steps):
-            rows = [twin for twin in twins if twin.steps > step]
-            ids = advance(self._step(ids[: len(rows)], rows), rows)
-        for twin in twins:
+            together = [others]
+            for twin, request in zip(twins, requests, strict=True):
+                if step < twin.steps and request.alone[step]:
+                    self._step([twin], ids)
+                elif step < twin.steps:
+                    together.append(twin)
+            if together != [others]:
+                self._step(together, ids)
+        for twin in (*twins, others):
             self.cache.release(twin.slot)
         return sum(not same(one, two) for one, two in zip(requests, twins, strict=True))
 
     @torch.inference_mode()
-    def _step(self, ids: Tensor, rows: Sequence[Request]) -> Tensor:
+    def _step(self, rows: Sequence[Request], ids: dict[int, Tensor]) -> None:
+        """Takes the next token of each row from `ids`, and leaves the one after it there."""
         batch = self.cache.plan_decode([request.slot for request in rows])
-        logits: Tensor = self.model(ids, batch, self.cache)
-        return logits
+        given = torch.cat([ids[id(request)] for request in rows])
+        drawn = advance(self.model(given, batch, self.cache), rows)
+        ids.update(
+            {id(request): token for request, token in zip(rows, drawn.split(1), strict=True)}
+        )
 
 
 def same(one: Request, two: Request) -> bool:
