@@ -33,7 +33,8 @@ bool linear_many_cuda_out(const Tensor& x, const Tensor& weight, const Tensor& s
 // `steps` as cuda::ExpertSteps; what these do not need may be left out. order int32, rows [entries,
 // hidden], act and entry_act [entries, routed] BF16.
 bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hidden,
-                                  int64_t routed, int64_t steps, std::optional<Tensor> x,
+                                  int64_t routed, bool bf16, int64_t steps,
+                                  std::optional<Tensor> x,
                                   std::optional<Tensor> w13, std::optional<Tensor> scale,
                                   std::optional<Tensor> scale_2, std::optional<Tensor> w2,
                                   std::optional<Tensor> w2_scale, std::optional<Tensor> w2_scale_2,
@@ -51,6 +52,8 @@ bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hi
   cuda::RoutedExperts in{};
   in.steps = static_cast<unsigned>(steps);
   in.routing = routing_of(call, ids, experts);
+  in.bf16 = bf16;
+  const int64_t packed = bf16 ? 1 : 2;
   in.hidden = static_cast<int>(hidden);
   in.routed_size = static_cast<int>(routed);
   missing(cuda::kGatherTokens, x, "x");
@@ -64,8 +67,9 @@ bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hi
   }
   if (!missing(cuda::kGateUp, w13, "w13")) {
     const Weights weights(call, *w13, scale, scale_2);
-    if (!weights.readable) return false;
-    STD_TORCH_CHECK(w13->numel() == experts * routed * hidden, "w13: want [E, 2 * I, H / 2]");
+    if (!weights.readable || bf16 == scale.has_value()) return false;
+    STD_TORCH_CHECK(w13->numel() * packed == experts * 2 * routed * hidden,
+                    "w13: want [E, 2 * I, H], or half of H where it is packed");
     in.gate_up = weights.matrix;
     in.gate_up_scale_2 = weights.scale_2;
   }
@@ -76,8 +80,9 @@ bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hi
   }
   if (!missing(cuda::kDown, w2, "w2")) {
     const Weights weights(call, *w2, w2_scale, w2_scale_2);
-    if (!weights.readable) return false;
-    STD_TORCH_CHECK(w2->numel() * 2 == experts * hidden * routed, "w2: want [E, H, I / 2]");
+    if (!weights.readable || bf16 == w2_scale.has_value()) return false;
+    STD_TORCH_CHECK(w2->numel() * packed == experts * hidden * routed,
+                    "w2: want [E, H, I], or half of I where it is packed");
     in.down = weights.matrix;
     in.down_scale_2 = weights.scale_2;
   }
@@ -117,7 +122,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flint_native, m) {
       "linear_many_cuda_out(Tensor x, Tensor weight, Tensor scale, Tensor scale_2, int first, "
       "int second, int third, int output, Tensor(a!) out, bool enable_pdl) -> bool");
   m.def(
-      "routed_experts_many_cuda_out(Tensor ids, int experts, int hidden, int routed, int steps, "
+      "routed_experts_many_cuda_out(Tensor ids, int experts, int hidden, int routed, bool bf16, "
+      "int steps, "
       "Tensor? x, Tensor? w13, Tensor? scale, Tensor? scale_2, Tensor? w2, Tensor? w2_scale, "
       "Tensor? w2_scale_2, Tensor? topk_weights, Tensor? shared, Tensor? entry_act, "
       "Tensor(a!) order, Tensor(b!) rows, Tensor(c!) act, Tensor(d!)? out, bool enable_pdl) "
