@@ -2,13 +2,12 @@
 #include "cuda/device.cuh"
 #include "cuda/expert_order.h"
 #include "cuda/launch.cuh"
-#include <cstdlib>
 
 namespace flint::cuda {
 namespace {
 
 constexpr int kWarps = kEntriesOfChunk / kWarp;
-constexpr int kRowThreads = 256;
+constexpr int kRowThreads = 256, kCombineThreads = 128;
 
 struct OrderJob {
   Routing routing;
@@ -150,63 +149,14 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// Eight columns of a token a thread.
-__global__ void __launch_bounds__(kRowThreads) combine(const __grid_constant__ CombineExperts in) {
-  constexpr int kAtOnce = 6;
-  wait_for_previous_kernel();
-  const int vectors = in.hidden / 8, top_k = in.routing.top_k;
-  const int64_t at = int64_t{blockIdx.x} * kRowThreads + threadIdx.x;
-  const int64_t token = at / vectors;
-  if (token >= in.routing.tokens) return;
-  const int column = static_cast<int>(at % vectors);
-  const int32_t* ids = in.routing.ids + token * top_k;
-  const float* weights = in.weights + token * top_k;
-  const auto* outputs = static_cast<const uint4*>(in.outputs) + token * top_k * vectors + column;
-  float sum[8] = {};
-  for (int first = 0; first < top_k; first += kAtOnce) {
-    uint4 output[kAtOnce];
-    bool named[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int id = first + i < top_k ? __ldcg(ids + first + i) : -1;
-      named[i] = 0 <= id && id < in.routing.experts;
-      if (named[i]) output[i] = load_activation(outputs + int64_t{first + i} * vectors);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (!named[i]) continue;
-      const float weight = __ldcg(weights + first + i);
-      const uint32_t pairs[4] = {output[i].x, output[i].y, output[i].z, output[i].w};
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        sum[2 * pair] += weight * low_half(pairs[pair]);
-        sum[2 * pair + 1] += weight * high_half(pairs[pair]);
-      }
-    }
-  }
-  uint32_t result[4];
-#pragma unroll
-  for (int pair = 0; pair < 4; ++pair) result[pair] = pack_bf16(sum[2 * pair], sum[2 * pair + 1]);
-  if (in.shared != nullptr) {
-    const uint4 beside = load_activation(static_cast<const uint4*>(in.shared) + at);
-    const uint32_t other[4] = {beside.x, beside.y, beside.z, beside.w};
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      result[pair] = pack_bf16(low_half(result[pair]) + low_half(other[pair]),
-                               high_half(result[pair]) + high_half(other[pair]));
-    }
-  }
-  static_cast<uint4*>(in.out)[at] = make_uint4(result[0], result[1], result[2], result[3]);
-}
-
 // Eight columns of a token a thread. Everything is asked for at once, and what a skipped entry has
 // is read and left out: ids first would be one way to memory more.
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads) combine_once(const __grid_constant__ CombineExperts in) {
+__global__ void __launch_bounds__(kCombineThreads)
+    combine(const __grid_constant__ CombineExperts in) {
   constexpr int kAtOnce = 6;
   wait_for_previous_kernel();
   const int vectors = in.hidden / 8, top_k = in.routing.top_k;
-  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t at = int64_t{blockIdx.x} * kCombineThreads + threadIdx.x;
   const int64_t token = at / vectors;
   if (token >= in.routing.tokens) return;
   const int column = static_cast<int>(at % vectors);
@@ -280,13 +230,8 @@ cudaError_t gather_rows(const GatherRows& rows, const Routing& routing, const Ex
 
 cudaError_t combine_experts(const CombineExperts& in, const Launch& launch) {
   const int64_t threads = int64_t{in.routing.tokens} * (in.hidden / 8);
-  const dim3 grid(static_cast<unsigned>(ceil_div(threads, kRowThreads)));
-  const char* v = getenv("FLINT_COMBINE");
-  const int variant = v ? atoi(v) : 0;
-  if (variant == 1) return launch_kernel(launch, grid, dim3(kRowThreads), combine_once<kRowThreads>, in);
-  if (variant == 2) return launch_kernel(launch, dim3(static_cast<unsigned>(ceil_div(threads, 128))), dim3(128), combine_once<128>, in);
-  if (variant == 3) return launch_kernel(launch, dim3(static_cast<unsigned>(ceil_div(threads, 512))), dim3(512), combine_once<512>, in);
-  return launch_kernel(launch, grid, dim3(kRowThreads), combine, in);
+  const dim3 grid(static_cast<unsigned>(ceil_div(threads, kCombineThreads)));
+  return launch_kernel(launch, grid, dim3(kCombineThreads), combine, in);
 }
 
 }  // namespace flint::cuda

@@ -53,11 +53,10 @@ bool routed_experts_many_fits(const RoutedExperts& in) {
   const int columns = in.bf16 ? kXColumns : kWeightColumns;
   return 0 < in.routing.experts && in.routing.experts <= kMostExperts &&
          entries_of(in.routing) < 1 << 30 && in.hidden % columns == 0 &&
-         in.routed_size % columns == 0 && in.x_stride % 8 == 0 &&
-         in.routing.tokens * (in.x_stride / 8) <= 0xffffffff && aligned(in.x) &&
+         in.routed_size % columns == 0 && in.x_stride % 8 == 0 && aligned(in.x) &&
          aligned(in.entry_act) && aligned(in.shared) && aligned(in.out) && aligned(in.order) &&
          aligned(in.rows) && aligned(in.act) &&
-         (!gate_up || product_fits(gate_up_operands(in, false), in.act, in.routed_size)) &&
+         (!gate_up || product_fits(gate_up_operands(in), in.act, in.routed_size)) &&
          (!down || product_fits(down_operands(in), in.rows, in.hidden));
 }
 

@@ -32,22 +32,19 @@ ProductJob job_of(const Routing& routing, const ExpertOrder& order, int features
   return job;
 }
 
-// Whether gate and up take the rows of x where they lie, not from in.rows.
+// Whether gate and up bring the rows of x together themselves: product_gather.cuh.
 template <typename Plan>
-constexpr bool kByEntry = Plan::kCtas == 1;
-
-inline int gather_variant() {
+bool gathers(const RoutedExperts& in) {
   const char* text = getenv("FLINT_GATHER");
-  return text != nullptr ? atoi(text) : 0;
+  if (text != nullptr && atoi(text) == 3) return false;
+  return kGathers<Plan, ProductOutput::kSilu> &&
+         row_tiles<Plan>(in.routed_size, true) * kCluster <= multiprocessors();
 }
 
-inline ProductOperands gate_up_operands(const RoutedExperts& in, bool by_entry) {
-  return {in.gate_up,
-          int64_t{in.routing.experts} * 2 * in.routed_size,
-          by_entry ? in.x : in.rows,
-          by_entry ? in.routing.tokens : entries_of(in.routing),
-          by_entry ? in.x_stride : in.hidden,
-          in.hidden};
+inline ProductOperands gate_up_operands(const RoutedExperts& in) {
+  return {in.gate_up, int64_t{in.routing.experts} * 2 * in.routed_size,
+          in.rows,    entries_of(in.routing),
+          in.hidden,  in.hidden};
 }
 
 inline ProductOperands down_operands(const RoutedExperts& in) {
@@ -69,19 +66,18 @@ cudaError_t launch_gate_up(const RoutedExperts& in, const ExpertOrder& order,
   job.shards = 2;
   job.shard_end[0] = in.routed_size;
   job.out = static_cast<uint16_t*>(in.act);
-  const bool act_by_entry = (in.steps & kActByEntry) != 0;
-  job.out_row = act_by_entry ? order.entry : nullptr;
-  job.arranged_out = Plan::kArranged && !act_by_entry;
-  job.variant = gather_variant();
-  const bool by_entry = kByEntry<Plan> && job.variant < 3;
-  if (by_entry) {
+  const bool by_entry = (in.steps & kActByEntry) != 0;
+  job.out_row = by_entry ? order.entry : nullptr;
+  job.arranged_out = Plan::kArranged && !by_entry;
+  if (gathers<Plan>(in)) {
+    job.gathered = static_cast<uint16_t*>(in.rows);
     job.from = static_cast<const uint16_t*>(in.x);
+    job.from_stride = in.x_stride;
     job.from_entry = order.entry;
     job.from_share = in.routing.top_k;
-    job.from_stride = static_cast<uint32_t>(in.x_stride / 8);
   }
   return launch_product<Plan, ProductOutput::kSilu>(experts_many_rows<Plan, ProductOutput::kSilu>,
-                                                    gate_up_operands(in, by_entry), &job,
+                                                    gate_up_operands(in), &job,
                                                     tiles_of<Plan>(job, in.routing), launch);
 }
 
@@ -123,8 +119,7 @@ cudaError_t launch_steps(const RoutedExperts& in, Launch launch) {
   steps.run(kOrderEntries, [&](const Launch& here) {
     return order_entries(in.routing, Plan::kTokens, kRowGroup, order, here);
   });
-  const unsigned gather = kByEntry<Plan> && gather_variant() < 3 ? 0 : kGatherTokens;
-  steps.run(gather, [&](const Launch& here) {
+  steps.run(gathers<Plan>(in) ? 0 : kGatherTokens, [&](const Launch& here) {
     return gather_rows({in.x, in.x_stride, in.rows, in.hidden, in.routing.top_k, Plan::kArranged},
                        in.routing, order, here);
   });

@@ -220,14 +220,23 @@ __device__ __forceinline__ void run_product(const ProductJob& job) {
       init_barrier(barriers.weights_full(i), 1);
       init_barrier(barriers.weights_empty(i), kProducts * 4);
     }
+    init_barrier(barriers.begun(), 1);
     publish_barriers();
   }
   arrive_cluster();
   await_cluster();
   wait_for_previous_kernel();
-  if (thread >= kProducts * kWarpgroup) {
+  constexpr int kFirstCopying = kProducts * kWarpgroup;
+  if constexpr (kGathers<Plan, kOutput>) {
+    if (job.gathered != nullptr) gather_first<Plan>(job);
+  }
+  if (thread >= kFirstCopying) {
     if constexpr (Plan::kCtas == 1) give_registers<Plan::kCopying>();
-    Copier<Plan, kOutput>(job, shared, barriers).run();
+    const int warp = thread / kWarp - kFirstCopying / kWarp;
+    if (thread == kFirstCopying) Copier<Plan, kOutput>(job, shared, barriers).run();
+    if constexpr (kGathers<Plan, kOutput>) {
+      if (warp > 0 && job.gathered != nullptr) gather_ahead<Plan>(job, barriers, warp - 1);
+    }
     __syncwarp();
     if constexpr (Plan::kSplit) {
       arrive_cluster();

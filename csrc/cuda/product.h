@@ -11,7 +11,8 @@ enum class ProductOutput : int {
 
 // Which tokens a tile has: rows [first, first + count) of x.
 struct alignas(16) TokenTile {
-  int expert, first, count, padding;
+  int expert, first, count;
+  int gathered;  // a counter of product_gather.cuh, 0 before and after
 };
 
 }  // namespace flint::cuda

@@ -81,7 +81,7 @@ cudaError_t launch_product(void (*kernel)(ProductJob), const ProductOperands& in
   constexpr bool kGated = kOutput != ProductOutput::kRounded;
   auto error = Plan::kBf16 ? describe_bf16(in, kGated, job) : describe_nvfp4(in, job);
   if (error != cudaSuccess) return error;
-  error = describe_x(in, job->from != nullptr ? 1 : Plan::kBox, job);
+  error = describe_x(in, Plan::kBox, job);
   if (error != cudaSuccess) return error;
   const unsigned cluster = Plan::kSplit ? shares : kCluster;
   const int64_t room =

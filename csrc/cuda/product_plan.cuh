@@ -56,9 +56,8 @@ struct ProductPlan {
   static constexpr uint32_t kWeights = kX + kXStages * kXBytes;
   static constexpr uint32_t kOut = kWeights + kWeightStages * kWeightBytes;
   static constexpr uint32_t kBarriers = kOut + 2 * kProducts * kOutBytes;
-  static constexpr uint32_t kRows = kBarriers + 16 * (kXStages + kWeightStages);
-  static constexpr uint32_t kFrom = kRows + kProducts * kTokens * 4;
-  static constexpr uint32_t kEnd = kFrom + (kCtas == 1 ? kTokens * 4 : 0);
+  static constexpr uint32_t kRows = kBarriers + 16 * (kXStages + kWeightStages) + 16;
+  static constexpr uint32_t kEnd = kRows + kProducts * kTokens * 4;
   static constexpr uint32_t kSharedBytes = kEnd + 1024;  // the start is moved to 1024 bytes
   static_assert(kPartBytes % 1024 == 0 && kTokens % kBox == 0 && kBox * kXRowBytes % 1024 == 0);
   static_assert(kCtas * (kSharedBytes + 1024) <= 228 * 1024);
@@ -71,7 +70,7 @@ struct ProductPlan {
   static constexpr int kBlocks = kCtas == 1 || kArranged ? 4 : 2;
   // One CTA alone: a warpgroup copies, for the registers that it can give to those that multiply.
   static constexpr int kThreads = kProducts * kWarpgroup + (kCtas == 1 ? kWarpgroup : kWarp);
-  static constexpr int kMultiplying = 232, kCopying = 40;
+  static constexpr int kMultiplying = 216, kCopying = 72;
 };
 
 struct ProductJob {
@@ -80,13 +79,14 @@ struct ProductJob {
   uint16_t* out;
   const int32_t* out_row;      // of each row of x; null: the same
   bool arranged_out;           // columns of the output in the order of arranged.h
-  const TokenTile* tiles;      // null: one expert, `tokens` rows
+  TokenTile* tiles;            // null: one expert, `tokens` rows
   const int32_t* tile_count;   // how many tiles there are
-  const uint16_t* from;        // rows of x by entry, or null: x has the rows of the tiles
-  const int32_t* from_entry;   // of each row of the tiles
+  // Where x does not have the rows of the tiles yet (product_gather.cuh), or null.
+  uint16_t* gathered;          // x
+  const uint16_t* from;        // rows of these, from_stride elements apart
+  int64_t from_stride;
+  const int32_t* from_entry;   // of each row of x: the entry
   int from_share;              // entries of a row
-  uint32_t from_stride;        // of 16 bytes each
-  int variant;
   int tokens;                  // of the one expert
   int features;                // of the output
   int weight_rows;             // of an expert
@@ -111,6 +111,10 @@ struct Barriers {
   }
   __device__ __forceinline__ uint32_t weights_empty(int stage) const {
     return x_full(2 * Plan::kXStages + Plan::kWeightStages + stage);
+  }
+  // A tile, by the thread that copies.
+  __device__ __forceinline__ uint32_t begun() const {
+    return x_full(2 * Plan::kXStages + 2 * Plan::kWeightStages);
   }
 };
 

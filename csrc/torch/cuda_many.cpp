@@ -14,10 +14,12 @@ bool many_rows(const Tensor& x) {
          x.stride(1) == 1;
 }
 
-// x [rows, width]; `output` as in cuda::LinearOutput; shard_sizes of the first three shards.
+// x [rows, width]; `output` as in cuda::LinearOutput; shard_sizes of the first three shards; tokens
+// and shares as in cuda::LinearPlan, 0 for the best.
 bool linear_many_cuda_out(const Tensor& x, const Tensor& weight, const Tensor& scale,
                           const Tensor& scale_2, int64_t first, int64_t second, int64_t third,
-                          int64_t output, Tensor out, bool enable_pdl) {
+                          int64_t output, int64_t tokens, int64_t shares, Tensor out,
+                          bool enable_pdl) {
   const CudaCall call(x, enable_pdl);
   const Weights weights(call, weight, scale, scale_2);
   if (!many_rows(x) || !weights.readable || weights.scales > cuda::kMostShards) return false;
@@ -26,7 +28,10 @@ bool linear_many_cuda_out(const Tensor& x, const Tensor& weight, const Tensor& s
   call.check_dense(out, "out", true, int64_t{in.tokens} * (halves ? in.rows / 2 : in.rows));
   in.out = mutable_data<void>(out);
   if (!cuda::linear_many_fits(in)) return false;
-  CudaCall::check_launch(cuda::linear_many(in, call.launch()), "linear");
+  cuda::LinearPlan plan{static_cast<int>(tokens), static_cast<int>(shares)};
+  if (tokens == 0) plan = cuda::linear_many_plan(in);
+  if (!cuda::linear_many_has(in, plan)) return false;
+  CudaCall::check_launch(cuda::linear_many(in, plan, call.launch()), "linear");
   return true;
 }
 
@@ -120,7 +125,8 @@ int64_t routed_experts_many_words(int64_t tokens, int64_t top_k, int64_t experts
 STABLE_TORCH_LIBRARY_FRAGMENT(flint_native, m) {
   m.def(
       "linear_many_cuda_out(Tensor x, Tensor weight, Tensor scale, Tensor scale_2, int first, "
-      "int second, int third, int output, Tensor(a!) out, bool enable_pdl) -> bool");
+      "int second, int third, int output, int tokens, int shares, Tensor(a!) out, bool enable_pdl) "
+      "-> bool");
   m.def(
       "routed_experts_many_cuda_out(Tensor ids, int experts, int hidden, int routed, bool bf16, "
       "int steps, "

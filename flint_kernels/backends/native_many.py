@@ -25,7 +25,7 @@ ARCHITECTURES = ("sm_90a",)
 """Where they run: their tensor cores' asynchronous products are Hopper's alone. The library's code
 for the others is empty."""
 
-_ROUNDED, _SILU_AND_MUL = range(2)  # cuda::LinearOutput
+ROUNDED, SILU_AND_MUL = range(2)  # cuda::LinearOutput
 
 
 def _is_taken(x: Tensor) -> bool:
@@ -54,23 +54,25 @@ def _empty(given: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device) if given is None else given
 
 
-def _linear(
+def linear(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
     scale_2: Tensor,
     shards: Sequence[int],
     output: int,
-    enable_pdl: bool,
-    out: Tensor | None,
+    enable_pdl: bool = False,
+    out: Tensor | None = None,
+    plan: tuple[int, int] = (0, 0),
 ) -> Any:
+    """`plan`: tokens of a tile and CTAs that share its columns; the best, if not given."""
     if not _is_taken(x) or weight.shape[0] == 0:
         return NotImplemented
-    width = weight.shape[0] // 2 if output == _SILU_AND_MUL else weight.shape[0]
+    width = weight.shape[0] // 2 if output == SILU_AND_MUL else weight.shape[0]
     out = _empty(out, (*x.shape[:-1], width), x)
     first, second, third, *_ = (*shards, 0, 0, 0)
     launched = _native.linear_many_cuda_out(
-        _rows(x), weight, scale, scale_2, first, second, third, output, out, enable_pdl
+        _rows(x), weight, scale, scale_2, first, second, third, output, *plan, out, enable_pdl
     )
     return out if launched else NotImplemented
 
@@ -85,7 +87,7 @@ def nvfp4_linear(
     out: Tensor | None = None,
 ) -> Any:
     shards = shard_sizes or ()
-    return _linear(x, weight, weight_scale, weight_scale_2, shards, _ROUNDED, enable_pdl, out)
+    return linear(x, weight, weight_scale, weight_scale_2, shards, ROUNDED, enable_pdl, out)
 
 
 def nvfp4_linear_silu_and_mul(
@@ -97,7 +99,7 @@ def nvfp4_linear_silu_and_mul(
     out: Tensor | None = None,
 ) -> Any:
     shards = (weight.shape[0] // 2,) * 2
-    return _linear(x, weight, weight_scale, weight_scale_2, shards, _SILU_AND_MUL, enable_pdl, out)
+    return linear(x, weight, weight_scale, weight_scale_2, shards, SILU_AND_MUL, enable_pdl, out)
 
 
 def nvfp4_qkv_norm_rope_kv_write(
