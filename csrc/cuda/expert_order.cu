@@ -37,8 +37,9 @@ __global__ void __launch_bounds__(kEntriesOfChunk)
   if (thread < experts) job.order.counts[blockIdx.x * experts + thread] = counts[thread];
 }
 
-// The sum of the values of the threads before this one, and of all. By kMostExperts threads.
-__device__ __forceinline__ int2 sums_before(int value, int (&of_warp)[kMostExperts / kWarp]) {
+// The sum of the values of the threads before this one, and of all. By kThreads threads.
+template <int kThreads>
+__device__ __forceinline__ int2 sums_before(int value, int (&of_warp)[kThreads / kWarp]) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
   int sum = value;
 #pragma unroll
@@ -51,15 +52,33 @@ __device__ __forceinline__ int2 sums_before(int value, int (&of_warp)[kMostExper
   __syncthreads();
   int before = 0, all = 0;
 #pragma unroll
-  for (int warp = 0; warp < kMostExperts / kWarp; ++warp) {
+  for (int warp = 0; warp < kThreads / kWarp; ++warp) {
     if (warp < thread / kWarp) before += of_warp[warp];
     all += of_warp[warp];
   }
   return {before + sum - value, all};
 }
 
-// Counts become first places: of an expert's entries in each chunk, and of the expert. An expert's
-// tiles are of equal size but for what is left over.
+// The tiles of expert `thread`, which has `total` entries: of equal size but for what is left over.
+// The place of its first entry.
+template <int kThreads>
+__device__ __forceinline__ int plan_tiles(const OrderJob& job, int total,
+                                          int (&of_warp)[kThreads / kWarp]) {
+  const int expert = static_cast<int>(threadIdx.x);
+  const int tiles = (total + job.tile - 1) / job.tile;
+  const int2 place = sums_before<kThreads>(total, of_warp);
+  const int2 tile = sums_before<kThreads>(tiles, of_warp);
+  const int each = tiles > 0 ? (total + tiles - 1) / tiles : 0;
+  const int size = (each + job.step - 1) / job.step * job.step;
+  for (int i = 0; i < tiles; ++i) {
+    const int first = min(i * size, total);
+    job.order.tiles[tile.x + i] = {expert, place.x + first, min(size, total - first), 0};
+  }
+  if (expert == 0) *job.order.tile_count = tile.y;
+  return place.x;
+}
+
+// Counts become first places: of an expert's entries in each chunk, and of the expert.
 __global__ void __launch_bounds__(kMostExperts) plan_experts(const __grid_constant__ OrderJob job) {
   __shared__ int of_warp[kMostExperts / kWarp];
   const int expert = static_cast<int>(threadIdx.x), experts = job.routing.experts;
@@ -74,37 +93,26 @@ __global__ void __launch_bounds__(kMostExperts) plan_experts(const __grid_consta
       total += here;
     }
   }
-  const int tiles = (total + job.tile - 1) / job.tile;
-  const int2 place = sums_before(total, of_warp), tile = sums_before(tiles, of_warp);
-  if (expert < experts) {
-    job.order.counts[job.chunks * experts + expert] = place.x;
-    const int each = tiles > 0 ? (total + tiles - 1) / tiles : 0;
-    const int size = (each + job.step - 1) / job.step * job.step;
-    for (int i = 0; i < tiles; ++i) {
-      const int first = min(i * size, total);
-      job.order.tiles[tile.x + i] = {expert, place.x + first, min(size, total - first), 0};
-    }
-  }
-  if (expert == 0) *job.order.tile_count = tile.y;
+  const int place = plan_tiles<kMostExperts>(job, total, of_warp);
+  if (expert < experts) job.order.counts[job.chunks * experts + expert] = place;
 }
 
-// Each entry to its place: behind those of its expert in chunks and warps before, and of its warp.
-__global__ void __launch_bounds__(kEntriesOfChunk)
-    place_entries(const __grid_constant__ OrderJob job) {
-  __shared__ uint16_t counts[kWarps][kMostExperts];
+// The entries of a chunk by their warps: before an entry's own, how many of its warp name the same
+// expert, and, as `counts`, how many of the warps before.
+using WarpCounts = uint16_t[kWarps][kMostExperts];
+
+// Returns how many of expert `thread`'s entries the chunk has.
+__device__ __forceinline__ int rank_entries(int id, int experts, WarpCounts& counts,
+                                            unsigned* before) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
-  const int experts = job.routing.experts;
-  wait_for_previous_kernel();
   for (int expert = lane; expert < experts; expert += kWarp) counts[warp][expert] = 0;
   __syncwarp();
-  const int64_t entry = int64_t{blockIdx.x} * kEntriesOfChunk + thread;
-  const int id = expert_of(job, entry);
   const unsigned same = __match_any_sync(0xffffffffu, id);
-  const unsigned before = same & ((1u << lane) - 1u);
-  if (id >= 0 && before == 0) counts[warp][id] = static_cast<uint16_t>(__popc(same));
+  *before = same & ((1u << lane) - 1u);
+  if (id >= 0 && *before == 0) counts[warp][id] = static_cast<uint16_t>(__popc(same));
   __syncthreads();
+  int sum = 0;
   if (thread < experts) {
-    int sum = 0;
     for (int i = 0; i < kWarps; ++i) {
       const int here = counts[i][thread];
       counts[i][thread] = static_cast<uint16_t>(sum);
@@ -112,16 +120,49 @@ __global__ void __launch_bounds__(kEntriesOfChunk)
     }
   }
   __syncthreads();
+  return sum;
+}
+
+__device__ __forceinline__ void put_entry(const OrderJob& job, int64_t entry, int id, int place) {
   if (entry >= job.entries) return;
-  if (id < 0) {
-    job.order.place[entry] = -1;
-    return;
+  job.order.place[entry] = id >= 0 ? place : -1;
+  if (id >= 0) job.order.entry[place] = static_cast<int32_t>(entry);
+}
+
+// Each entry to its place: behind those of its expert in chunks and warps before, and of its warp.
+__global__ void __launch_bounds__(kEntriesOfChunk)
+    place_entries(const __grid_constant__ OrderJob job) {
+  __shared__ WarpCounts counts;
+  const int experts = job.routing.experts;
+  wait_for_previous_kernel();
+  const int64_t entry = int64_t{blockIdx.x} * kEntriesOfChunk + threadIdx.x;
+  const int id = expert_of(job, entry);
+  unsigned before;
+  rank_entries(id, experts, counts, &before);
+  int place = 0;
+  if (id >= 0) {
+    const int32_t* first = job.order.counts + id;
+    place = __ldcg(first + job.chunks * experts) + __ldcg(first + blockIdx.x * experts) +
+            counts[threadIdx.x / kWarp][id] + __popc(before);
   }
-  const int32_t* first = job.order.counts + id;
-  const int place = __ldcg(first + job.chunks * experts) + __ldcg(first + blockIdx.x * experts) +
-                    counts[warp][id] + __popc(before);
-  job.order.entry[place] = static_cast<int32_t>(entry);
-  job.order.place[entry] = place;
+  put_entry(job, entry, id, place);
+}
+
+// All of it for the entries of one chunk.
+__global__ void __launch_bounds__(kEntriesOfChunk)
+    order_chunk(const __grid_constant__ OrderJob job) {
+  __shared__ WarpCounts counts;
+  __shared__ int of_warp[kWarps], first[kMostExperts];
+  const int thread = static_cast<int>(threadIdx.x);
+  wait_for_previous_kernel();
+  const int id = expert_of(job, thread);
+  unsigned before;
+  const int total = rank_entries(id, job.routing.experts, counts, &before);
+  const int place = plan_tiles<kEntriesOfChunk>(job, total, of_warp);
+  if (thread < job.routing.experts) first[thread] = place;
+  __syncthreads();
+  const int rank = id >= 0 ? first[id] + counts[thread / kWarp][id] + __popc(before) : 0;
+  put_entry(job, thread, id, rank);
 }
 
 // Eight columns of a row a thread, which reads them once and writes them to each place of the row.
@@ -213,6 +254,9 @@ cudaError_t order_entries(const Routing& routing, int tile, int step, const Expe
   job.chunks = static_cast<int>(ceil_div(job.entries, kEntriesOfChunk));
   const Launch next{launch.stream, true};
   const dim3 chunks(static_cast<unsigned>(job.chunks));
+  if (job.chunks == 1) {
+    return launch_kernel(launch, chunks, dim3(kEntriesOfChunk), order_chunk, job);
+  }
   auto error = launch_kernel(launch, chunks, dim3(kEntriesOfChunk), count_entries, job);
   if (error != cudaSuccess) return error;
   error = launch_kernel(next, dim3(1), dim3(kMostExperts), plan_experts, job);

@@ -67,8 +67,9 @@ cudaError_t moe_down(const MoeDown& in, const Launch& launch);
 bool moe_down_one_fits(const MoeDown& in);
 cudaError_t moe_down_one(const MoeDown& in, const Launch& launch);
 
-// The routed experts of any number of tokens on a GPU of compute capability 9.0: gate and up in fp32 after their scales, act = round(g * sigmoid(g) * u); y = round(scale *
-// sum(act * w)); out = round(round(sum(weight * y)) + shared), summed in the order of selection.
+// The routed experts of any number of tokens on a GPU of compute capability 9.0: gate and up in
+// fp32 after their scales, act = round(g * sigmoid(g) * u); y = round(scale * sum(act * w)); out =
+// round(round(sum(weight * y)) + shared), summed in the order of selection.
 //
 // What is done, in this order; bits. A product takes what the steps before it have left, or, where
 // an expert's tokens are few, x and entry_act themselves: they are given with the products too.

@@ -1,6 +1,5 @@
 // The routed experts of many tokens with BF16 weights.
 #include "cuda/experts_bf16.h"
-
 #include "cuda/experts_product.cuh"
 
 namespace flint::cuda {

@@ -4,7 +4,6 @@
 #include "cuda/expert_order.h"
 #include "cuda/experts.h"
 #include "cuda/product_launch.cuh"
-#include <cstdlib>
 
 namespace flint::cuda {
 
@@ -14,7 +13,9 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kCtas)
   run_product<Plan, kOutput>(job);
 }
 
-inline int64_t entries_of(const Routing& routing) { return int64_t{routing.tokens} * routing.top_k; }
+inline int64_t entries_of(const Routing& routing) {
+  return int64_t{routing.tokens} * routing.top_k;
+}
 
 // `gated`: the features are those of gate and up together.
 template <typename Plan>
@@ -35,10 +36,8 @@ ProductJob job_of(const Routing& routing, const ExpertOrder& order, int features
 // Whether gate and up bring the rows of x together themselves: product_gather.cuh.
 template <typename Plan>
 bool gathers(const RoutedExperts& in) {
-  const char* text = getenv("FLINT_GATHER");
-  if (text != nullptr && atoi(text) == 3) return false;
   return kGathers<Plan, ProductOutput::kSilu> &&
-         row_tiles<Plan>(in.routed_size, true) * kCluster <= multiprocessors();
+         row_tiles<Plan>(in.routed_size, true) * kCluster <= kMostGathering;
 }
 
 inline ProductOperands gate_up_operands(const RoutedExperts& in) {

@@ -1,19 +1,20 @@
-// Written by `python -m microbench.linear_plans --header` from docs/results/h200/linear_plans.json.
-// What a product of many tokens costs by how its tiles are cut, in nanoseconds. No torch here.
+// Written by `python -m microbench.linear_plans --header` from the rows of
+// docs/results/h200/linear_plans.json: what a product of many tokens costs by how it
+// is cut, in nanoseconds. No torch here.
 #pragma once
 
 namespace flint::cuda {
 
-// Of a tile of so many tokens: a launch of one, each of its steps of 256 columns, each further tile
-// of a CTA; and CTAs that share the columns of a tile, once and for each CTA.
+// Of tiles of so many tokens: a launch, each step of 256 columns of a CTA, each tile
+// of a CTA but its first; and CTAs that share a tile's columns, once and for each.
 struct LinearCosts {
   int tokens, start, step, tile, shared, share;
 };
 
 inline constexpr LinearCosts kLinearCosts[] = {
-    {64, 4280, 1303, 1700, 1200, 200},
-    {128, 5500, 1550, 2500, 1200, 200},
-    {256, 6500, 2260, 3600, 2500, 300},
+    {64, 4860, 1290, 1770, 500, 180},
+    {128, 5980, 1580, 3720, 870, 130},
+    {256, 7870, 2270, 6410, 1560, 60},
 };
 
 }  // namespace flint::cuda

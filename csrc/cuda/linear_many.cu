@@ -82,8 +82,8 @@ int clusters_at_once(int shares) {
   static std::atomic<int> known[kMostShares + 1];  // by shares, one more than there are
   int found = known[shares].load(std::memory_order_relaxed);
   if (found == 0) {
-    const Shape shape{dim3(static_cast<unsigned>(shares)), dim3(Plan::kThreads),
-                      Plan::kSharedBytes, static_cast<unsigned>(shares)};
+    const Shape shape{dim3(static_cast<unsigned>(shares)), dim3(Plan::kThreads), Plan::kSharedBytes,
+                      static_cast<unsigned>(shares)};
     found = 1 + most_clusters(shape, linear_many_rows<Plan, ProductOutput::kRounded>);
     known[shares].store(found, std::memory_order_relaxed);
   }
@@ -112,7 +112,8 @@ void consider(const Linear& in, Choice* choice) {
   const int64_t tiles = tiles_of<Plan<true>>(in);
   for (int shares = 2; shares <= kMostShares && shares <= steps; ++shares) {
     // One round: a cluster has one tile.
-    if (tiles * shares > multiprocessors() || tiles > clusters_at_once<Plan<true>>(shares)) continue;
+    if (tiles * shares > multiprocessors() || tiles > clusters_at_once<Plan<true>>(shares))
+      continue;
     choice->consider({cost.tokens, shares}, cost.start + ceil_div(steps, shares) * cost.step +
                                                 cost.shared + shares * cost.share);
   }

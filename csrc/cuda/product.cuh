@@ -21,6 +21,7 @@
 
 #include <cstdint>
 
+#include "cuda/bulk_copy.cuh"
 #include "cuda/product_copies.cuh"
 #include "cuda/product_output.cuh"
 #include "cuda/product_plan.cuh"
@@ -211,6 +212,11 @@ __device__ __forceinline__ void run_product(const ProductJob& job) {
   const uint32_t shared = (shared_address(dynamic) + 1023) & ~1023u;
   const Barriers<Plan> barriers{shared + Plan::kBarriers};
   const int thread = static_cast<int>(threadIdx.x);
+  if (thread == kProducts * kWarpgroup) {
+    prefetch_map(job.weights);
+    if constexpr (!Plan::kBf16) prefetch_map(job.scales);
+    prefetch_map(job.x);
+  }
   if (thread == 0) {
     for (int i = 0; i < Plan::kXStages; ++i) {
       init_barrier(barriers.x_full(i), 1);
@@ -232,10 +238,11 @@ __device__ __forceinline__ void run_product(const ProductJob& job) {
   }
   if (thread >= kFirstCopying) {
     if constexpr (Plan::kCtas == 1) give_registers<Plan::kCopying>();
-    const int warp = thread / kWarp - kFirstCopying / kWarp;
     if (thread == kFirstCopying) Copier<Plan, kOutput>(job, shared, barriers).run();
     if constexpr (kGathers<Plan, kOutput>) {
-      if (warp > 0 && job.gathered != nullptr) gather_ahead<Plan>(job, barriers, warp - 1);
+      if (thread >= kFirstCopying + kWarp && job.gathered != nullptr) {
+        gather_ahead<Plan>(job, barriers);
+      }
     }
     __syncwarp();
     if constexpr (Plan::kSplit) {

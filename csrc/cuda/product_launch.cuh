@@ -61,10 +61,8 @@ inline cudaError_t describe_bf16(const ProductOperands& in, bool gated, ProductJ
 
 inline cudaError_t describe_x(const ProductOperands& in, int box, ProductJob* job) {
   const int64_t width = in.width, stride = in.x_rows > 1 ? in.x_stride * 2 : width * 2;
-  const MatrixInMemory x{in.x,   CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                         in.x_rows, width,
-                         stride, box,
-                         kXColumns, true};
+  const MatrixInMemory x{
+      in.x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, in.x_rows, width, stride, box, kXColumns, true};
   return describe(x, &job->x);
 }
 
@@ -84,8 +82,7 @@ cudaError_t launch_product(void (*kernel)(ProductJob), const ProductOperands& in
   error = describe_x(in, Plan::kBox, job);
   if (error != cudaSuccess) return error;
   const unsigned cluster = Plan::kSplit ? shares : kCluster;
-  const int64_t room =
-      Plan::kSplit ? tiles : int64_t{multiprocessors()} * Plan::kCtas / kCluster;
+  const int64_t room = Plan::kSplit ? tiles : int64_t{multiprocessors()} * Plan::kCtas / kCluster;
   const auto clusters = static_cast<unsigned>(std::max<int64_t>(1, std::min(tiles, room)));
   const Shape shape{dim3(clusters * cluster), dim3(Plan::kThreads), Plan::kSharedBytes, cluster};
   return launch_kernel(launch, shape, kernel, *job);

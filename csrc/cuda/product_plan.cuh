@@ -77,13 +77,13 @@ struct ProductJob {
   CUtensorMap weights, scales, x;
   const float* scale_2;  // [experts, shards]; null for BF16
   uint16_t* out;
-  const int32_t* out_row;      // of each row of x; null: the same
-  bool arranged_out;           // columns of the output in the order of arranged.h
-  TokenTile* tiles;            // null: one expert, `tokens` rows
-  const int32_t* tile_count;   // how many tiles there are
+  const int32_t* out_row;     // of each row of x; null: the same
+  bool arranged_out;          // columns of the output in the order of arranged.h
+  TokenTile* tiles;           // null: one expert, `tokens` rows
+  const int32_t* tile_count;  // how many tiles there are
   // Where x does not have the rows of the tiles yet (product_gather.cuh), or null.
-  uint16_t* gathered;          // x
-  const uint16_t* from;        // rows of these, from_stride elements apart
+  uint16_t* gathered;    // x
+  const uint16_t* from;  // rows of these, from_stride elements apart
   int64_t from_stride;
   const int32_t* from_entry;   // of each row of x: the entry
   int from_share;              // entries of a row

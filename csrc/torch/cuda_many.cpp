@@ -38,8 +38,7 @@ bool linear_many_cuda_out(const Tensor& x, const Tensor& weight, const Tensor& s
 // `steps` as cuda::ExpertSteps; what these do not need may be left out. order int32, rows [entries,
 // hidden], act and entry_act [entries, routed] BF16.
 bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hidden,
-                                  int64_t routed, bool bf16, int64_t steps,
-                                  std::optional<Tensor> x,
+                                  int64_t routed, bool bf16, int64_t steps, std::optional<Tensor> x,
                                   std::optional<Tensor> w13, std::optional<Tensor> scale,
                                   std::optional<Tensor> scale_2, std::optional<Tensor> w2,
                                   std::optional<Tensor> w2_scale, std::optional<Tensor> w2_scale_2,
