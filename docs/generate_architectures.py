@@ -173,10 +173,11 @@ def rows() -> Iterator[str]:
     columns = ["op", "CPU, PyTorch", "CPU, C++", "GPU, general", *architectures, "CUDA kernels in"]
     yield f"| {' | '.join(columns)} |"
     yield f"|{' --- |' * len(columns)}"
-    for name in REGISTRY:
+    for name, declaration in REGISTRY.items():
+        family = declaration.infer.__module__.rsplit(".", 1)[1]
         sources = kernel_sources(name)
         cells = [
-            f"[`{name}`](ops.md#{name})",
+            f"[`{name}`](ops/{family}.md#{name})",
             "yes",  # without one, `import flint_kernels` fails
             "yes" if has_native_cpu_body(name) else "-",
             general(name),
