@@ -87,9 +87,8 @@ alone; where it was built without nvcc it has none of them, says so, and the oth
 
 STATEMENT = """\
 Everything of a GPU that is in use, general bodies and kernels, has been run on the H200 and on no
-other GPU; what `FLINT_KERNELS_EXPERIMENTAL` adds ([environment.md](environment.md)) has run by
-emulation on the CPU alone. What is compiled for the other architectures is the same source; whether
-its results are right there, and how fast it is, was not measured.
+other GPU. What is compiled for the other architectures is the same source; whether its results are
+right there, and how fast it is, was not measured.
 """
 
 
