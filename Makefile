@@ -44,8 +44,6 @@ CLANGXX ?= clang++
 # with it pip would download a second torch to compile against.
 BUILD_REQUIREMENTS := "setuptools>=77" ninja
 
-EXPERIMENTAL_TESTS := low_latency low_latency_graphs decode_gemv graph_decoder decode_loop
-
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -124,11 +122,8 @@ slow-test: compiler $(STAMPS)/test
 vllm-test: $(STAMPS)/vllm
 	$(ONE_THREAD) $(PY) -m pytest -m vllm python_tests/test_vllm.py $(PYTEST_ARGS)
 
-# The second run is that of the kernels which a process has to be told to use, at its start.
 gpu-test: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -m gpu python_tests/gpu $(PYTEST_ARGS)
-	FLINT_KERNELS_EXPERIMENTAL=1 $(ONE_THREAD) $(PY) -m pytest -m gpu \
-	  $(EXPERIMENTAL_TESTS:%=python_tests/gpu/test_%_gpu.py) $(PYTEST_ARGS)
 
 gpu-test-two: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) -m pytest -m two_gpus python_tests/gpu $(PYTEST_ARGS)

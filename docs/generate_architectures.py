@@ -70,8 +70,8 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
   They come before the general body on a GPU of such an architecture. No PTX is kept, so on any
   other GPU the general body runs; `flint-kernels info` says which it is and why. **few** is a
   kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. **many** is
-  one for BF16 with NVFP4 weights that takes any number of rows and widths of a multiple of 256; it
-  comes after the one for few. **heads** is decode attention: for up to 256 requests in BF16, 8
+  one for BF16 that takes any number of rows: NVFP4 weights with widths of a multiple of 256, BF16
+  ones (of experts) of 64; it comes after the one for few. **heads** is decode attention: for up to 256 requests in BF16, 8
   query heads a KV head, a head_dim of 128 and pages of 16, 32, 64 ... tokens (`takes` in
   `backends/native_attention.py` tells). **chunks** is prefill attention: BF16, the same heads, up
   to 1,024 requests, pages of a multiple of 16 tokens (`takes` in `backends/native_prefill.py`).
@@ -87,9 +87,8 @@ alone; where it was built without nvcc it has none of them, says so, and the oth
 
 STATEMENT = """\
 Everything of a GPU that is in use, general bodies and kernels, has been run on the H200 and on no
-other GPU; what `FLINT_KERNELS_EXPERIMENTAL` adds ([environment.md](environment.md)) has run by
-emulation on the CPU alone. What is compiled for the other architectures is the same source; whether
-its results are right there, and how fast it is, was not measured.
+other GPU. What is compiled for the other architectures is the same source; whether its results are
+right there, and how fast it is, was not measured.
 """
 
 
@@ -174,10 +173,11 @@ def rows() -> Iterator[str]:
     columns = ["op", "CPU, PyTorch", "CPU, C++", "GPU, general", *architectures, "CUDA kernels in"]
     yield f"| {' | '.join(columns)} |"
     yield f"|{' --- |' * len(columns)}"
-    for name in REGISTRY:
+    for name, declaration in REGISTRY.items():
+        family = declaration.infer.__module__.rsplit(".", 1)[1]
         sources = kernel_sources(name)
         cells = [
-            f"[`{name}`](ops.md#{name})",
+            f"[`{name}`](ops/{family}.md#{name})",
             "yes",  # without one, `import flint_kernels` fails
             "yes" if has_native_cpu_body(name) else "-",
             general(name),

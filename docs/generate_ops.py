@@ -1,6 +1,10 @@
-"""Writes docs/ops.md from the declarations of the ops: their schemas and docstrings.
+"""Writes what the declarations of the ops say, schemas and docstrings, into the documents.
 
-python docs/generate_ops.py
+    python docs/generate_ops.py
+
+docs/ops.md is written wholly: what holds for all ops, and a line for each. A family's ops stand on
+its page, docs/ops/<family>.md, between `<!-- ops: FAMILY -->` and `<!-- end of ops -->`; what is
+around them is written by hand.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import flint_kernels  # noqa: F401  (registers the bodies)
 from flint_kernels.ops import REGISTRY, Declaration, make_workspace, workspace_bytes
 
 PATH = Path(__file__).parent / "ops.md"
+PAGES = Path(__file__).parent / "ops"
+REGION = re.compile(r"(<!-- ops: (\w+) -->\n).*?(<!-- end of ops -->)", re.DOTALL)
 
 # The order of a layer; a family that is not named here follows at the end.
 FAMILIES = (
@@ -60,6 +66,9 @@ argument. What holds for all of them:
   ignore it.
 
 How schemas may change between versions: [schema_promise.md](schema_promise.md).
+
+A family's page says what its ops compute, what its kernels take, and what they cost, with an
+example; and of each op every argument.
 """
 
 
@@ -90,14 +99,25 @@ def mutated(declaration: Declaration) -> list[str]:
 
 
 def table(families: dict[str, list[Declaration]]) -> Iterator[str]:
-    yield "| op | what it does | writes in place | out-variant |"
-    yield "| --- | --- | --- | --- |"
-    for declarations in families.values():
+    for family, declarations in families.items():
+        yield f"## [{title(family)}](ops/{family}.md)"
+        yield ""
+        yield "| op | what it does | writes in place | out-variant |"
+        yield "| --- | --- | --- | --- |"
         for op in declarations:
             does = summary(op).replace("|", "\\|")
             writes = ", ".join(f"`{name}`" for name in mutated(op))
             outs = ", ".join(f"`{name}`" for name in op.outputs)
-            yield f"| [`{op.name}`](#{op.name}) | {does} | {writes} | {outs} |"
+            yield f"| [`{op.name}`](ops/{family}.md#{op.name}) | {does} | {writes} | {outs} |"
+        yield ""
+
+
+def title(family: str) -> str:
+    return docstring(module_of(family)).split("\n\n", 1)[0].rstrip(".")
+
+
+def module_of(family: str) -> ModuleType:
+    return sys.modules[f"flint_kernels.ops.{family}"]
 
 
 def section(op: Declaration) -> Iterator[str]:
@@ -152,15 +172,8 @@ def emphasised(names: str) -> str:
 
 
 def document() -> str:
-    families = declarations_by_family()
-    lines = [HEAD, *table(families), ""]
-    for family, declarations in families.items():
-        module: ModuleType = sys.modules[f"flint_kernels.ops.{family}"]
-        title, *rest = docstring(module).split("\n\n", 1)
-        lines += [f"## {title.rstrip('.')}", "", *rest, *([""] if rest else [])]
-        for op in declarations:
-            lines += section(op)
-    lines += ["## Workspace", ""]
+    """What docs/ops.md has to hold."""
+    lines = [HEAD, *table(declarations_by_family()), "## Workspace", ""]
     lines += [*docstring(sys.modules["flint_kernels.ops.workspace"]).splitlines(), ""]
     for function in (workspace_bytes, make_workspace):
         signature = str(inspect.signature(function)).replace("'", "")
@@ -168,5 +181,25 @@ def document() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def pages() -> dict[Path, str]:
+    """What the families' pages have to hold, from what they hold now."""
+    families = declarations_by_family()
+    return {PAGES / f"{family}.md": page(family, families[family]) for family in families}
+
+
+def page(family: str, declarations: list[Declaration]) -> str:
+    _, *more = docstring(module_of(family)).split("\n\n", 1)
+    lines = [f"## {title(family)}", "", *more, *([""] if more else [])]
+    for op in declarations:
+        lines += section(op)
+    text = (PAGES / f"{family}.md").read_text(encoding="utf-8")
+    marks = [match[2] for match in REGION.finditer(text)]
+    if marks != [family]:
+        raise ValueError(f"docs/ops/{family}.md: got places for {marks}; want one for {family}")
+    return REGION.sub(lambda match: match[1] + "\n".join(lines) + match[3], text)
+
+
 if __name__ == "__main__":
     PATH.write_text(document(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

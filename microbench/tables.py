@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,29 @@ HEADLINES = {
     "silu_and_mul": ("M=8192 D=6144",),
     "qk_norm_rope_kv_write": ("M=1", "M=1 pdl", "M=8192"),
 }
+
+# What the page of a family of ops shows: result file, bench, and the beginnings of the cases.
+FAMILIES = {
+    "norm": (
+        ("kernels", "rms_norm", ("M=1 pdl", "M=8 pdl", "M=8192")),
+        ("kernels", "fused_add_rms_norm", ("M=1 pdl", "M=8 pdl", "M=8192")),
+        ("kernels", "silu_and_mul", ("M=1 D=6144 pdl", "M=8192")),
+    ),
+    "kv_write": (("kernels", "qk_norm_rope_kv_write", ("M=1 pdl", "M=8 pdl", "M=8192")),),
+    "attention": (
+        ("attention", "attention_decode", ("*pdl",)),
+        ("attention", "attention_prefill", ("*",)),
+    ),
+    "linear": (
+        *(("decode_kernels", bench, ("M=1 pdl", "M=8 pdl")) for bench in
+          ("ll_o", "ll_dense_gate_up", "ll_dense_down", "lm_head")),
+        ("prefill_kernels", "linear", ("M=256", "M=8192")),
+    ),
+    "experts": tuple(("prefill_kernels", bench, ("*",)) for bench in
+                     ("experts_gate_up", "experts_down", "experts_around", "moe_layer")),
+    "low_latency": tuple(("decode_kernels", bench, ("M=1 pdl", "M=8 pdl")) for bench in
+                         ("ll_norm", "ll_qkv", "ll_router", "ll_gate_up", "ll_down")),
+}  # fmt: skip
 
 FORWARD_HEADLINES = ("decode=1@4096", "decode=1@100000", "decode8=8*1@100000", "prefill=8192")
 
@@ -212,6 +236,30 @@ def kernel_table(rows: Iterable[Row]) -> str:
         "best peer, µs",
     ]
     return markdown([*head, "times as fast"], lines)
+
+
+def family(name: str) -> str:
+    """What the kernels of a family of ops cost; the runs that said so are below."""
+    shown: list[Row] = []
+    runs: dict[str, list[str]] = {}
+    for file, bench, patterns in FAMILIES[name]:
+        meta, rows = read(GPU, file)
+        found = [row for row in rows if row["bench"] == bench and chosen(row["case"], patterns)]
+        shown += found
+        if found and bench not in runs.setdefault(conditions(meta).strip(), []):
+            runs[conditions(meta).strip()].append(bench)
+    if not shown:
+        return NOT_MEASURED
+    of = [f"{', '.join(f'`{bench}`' for bench in benches)}: {run}" for run, benches in runs.items()]
+    return "\n\n".join([kernel_table(shown), *(of if len(of) > 1 else runs)])
+
+
+def chosen(case: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern of shell wildcards matches the case; one without "pdl" is of plain ones."""
+    return any(
+        fnmatchcase(case, pattern) or ((case + " ").startswith(pattern + " ") and "pdl" not in case)
+        for pattern in patterns
+    )
 
 
 def decode_kernels(checkpoint: str) -> str:
@@ -517,6 +565,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu,
     **{f"decode-kernels-{name}": partial(decode_kernels, name) for name in CHECKPOINTS},
     "generate-gpu": partial(generate, GPU),
+    **{f"op-{name}": partial(family, name) for name in FAMILIES},
     "kernel-headlines": kernel_headlines,
     "kernels": kernels,
     "layer-chain": layer_chain,

@@ -88,11 +88,17 @@ def test_paths_in_code_spans_exist(path: Path) -> None:
             assert (ROOT / span).exists(), f"{name_of(path)} names {span}"
 
 
-def test_the_document_of_the_ops_is_that_of_the_declarations() -> None:
+def test_the_documents_of_the_ops_are_those_of_the_declarations() -> None:
     module = runpy.run_path(str(ROOT / "docs" / "generate_ops.py"))
     written = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
     assert written == module["document"](), "run `make docs`"
-    assert set(re.findall(r"^### (\w+)$", written, re.MULTILINE)) == set(REGISTRY)
+    pages = module["pages"]()
+    assert set(pages) == set((ROOT / "docs" / "ops").iterdir())
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, "run `make docs`"
+        assert fences(path, "python"), f"{name_of(path)}: want an example"
+    described = re.findall(r"^### (\w+)$", "\n".join(pages.values()), re.MULTILINE)
+    assert sorted(described) == sorted(REGISTRY)
 
 
 def test_the_picture_is_up_to_date_and_names_ops() -> None:

@@ -30,11 +30,9 @@ KERNELS = (
     "linear", "linear_one", "qkv", "qkv_one", "moe_down", "moe_down_one", "moe_gate_up",
     "moe_gate_up_one", "moe_gate_up_several",
 )  # fmt: skip
-# What is `extern __shared__` in a kernel is defined in front of it and needs no code; and a library
-# loaded twice shall have its variables twice.
+# What is `extern __shared__` in a kernel is defined in front of it and needs no code.
 FLAGS = (
     "-std=c++20", "-O2", "-fPIC", "-pthread", "-Wno-unknown-pragmas", "-fno-extern-tls-init",
-    "-fno-gnu-unique",
 )  # fmt: skip
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 TOKENS = (1, 2, 5, 8)
@@ -61,39 +59,18 @@ def compiled(work: Path) -> Path:
     return made
 
 
-def load(*, experimental: bool) -> Any:
+@pytest.fixture(scope="session")
+def library() -> Any:
     """The kernels as a shared library, compiled anew where a source is newer."""
     work = ROOT / "build" / "emulation"
     work.mkdir(parents=True, exist_ok=True)
     path = work / "few_tokens.so"
-    copy = work / "few_tokens_experimental.so"
     with (work / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         newest = max(source.stat().st_mtime for source in SOURCES)
-        if not copy.exists() or copy.stat().st_mtime < newest:
+        if not path.exists() or path.stat().st_mtime < newest:
             compiled(work).rename(path)
-            shutil.copy(path, copy)
-    library = ctypes.CDLL(str(copy if experimental else path))
-    # Looked at once.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLINT_KERNELS_EXPERIMENTAL", str(int(experimental)))
-        assert library.emulated_experimental() == experimental
-    return library
-
-
-@pytest.fixture(scope="session")
-def in_use() -> Any:
-    return load(experimental=False)
-
-
-@pytest.fixture(scope="session")
-def experimental() -> Any:
-    return load(experimental=True)
-
-
-@pytest.fixture(params=["in_use", "experimental"])
-def library(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
+    return ctypes.CDLL(str(path))
 
 
 class Run(ctypes.Structure):
@@ -203,19 +180,18 @@ def test_linear(library: Any, width: int, kind: str) -> None:
             assert torch.equal(got.view(torch.int16), together[:tokens].view(torch.int16))
 
 
-@pytest.mark.parametrize("kind", ["ordinary", "huge", "tiny", "not finite"])
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("width", [2048, 4096, 6144])
-def test_one_token_has_the_same_bits_both_ways(
-    in_use: Any, experimental: Any, width: int, kind: str
-) -> None:
+def test_what_is_not_finite_stays_where_it_belongs(library: Any, width: int, tokens: int) -> None:
+    """An infinity among x: infinite or, where the weight is zero, NaN; of its token alone."""
     weight = nvfp4(48, width, scales=(1,), seed=width)
-    x = activations(1, width, "ordinary" if kind == "not finite" else kind)
-    if kind == "not finite":
-        x[0, 5], x[0, width - 3] = torch.inf, torch.nan
-    found = [linear(each, x, weight, ROUNDED, 0, seed=3) for each in (in_use, experimental)]
-    assert torch.equal(*(each.view(torch.int16) for each in found)) or (
-        kind == "not finite" and all(bool(each.isnan().all()) for each in found)
-    )
+    x = activations(tokens, width, "ordinary")
+    x[0, width - 3] = torch.inf
+    got = linear(library, x, weight, ROUNDED, 0, seed=3)
+    want = reference_body("nvfp4_linear")(**REGISTRY["nvfp4_linear"].bind((x, *weight), {}))
+    assert bool(want[0].isnan().any()) and bool(want[0].isinf().any())
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got[got.isinf()], want[want.isinf()])
 
 
 @pytest.mark.parametrize("kind", ["ordinary", "tiny"])
@@ -346,11 +322,11 @@ def test_down(library: Any, tokens: int, kind: str, checkpoint: str) -> None:
     assert_near(out, f"{checkpoint}_moe_down", arguments)
 
 
-def test_a_call_that_no_kernel_takes_is_told(in_use: Any) -> None:
+def test_a_call_that_no_kernel_takes_is_told(library: Any) -> None:
     x, weight = randn(9, 2048, seed=1), nvfp4(16, 2048, scales=(1,), seed=1)
     run = Run(1, 0, 1, x.data_ptr(), x.data_ptr(), 0)
     pointers = [ctypes.c_void_p(each.data_ptr()) for each in (*weight, x)]
-    assert in_use.emulated_linear(
+    assert library.emulated_linear(
         ctypes.byref(run), *pointers[:3], 1, ctypes.c_int64(0), pointers[3], 9, 2048,
         ctypes.c_int64(16), ROUNDED, None,
     ) == -1  # fmt: skip

@@ -353,7 +353,6 @@ def test_info_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(report["environment"]) == {
         "FLINT_KERNELS_CHECK_VALUES",
         "FLINT_KERNELS_NO_NATIVE",
-        "FLINT_KERNELS_EXPERIMENTAL",
     }
 
     arguments = parsed(info)

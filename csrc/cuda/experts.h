@@ -63,7 +63,7 @@ struct MoeDown {
 bool moe_down_fits(const MoeDown& in);
 cudaError_t moe_down(const MoeDown& in, const Launch& launch);
 
-// Its way for one token with NVFP4 weights of Flint's sizes; where experimental kernels are in use.
+// Its way for one token with NVFP4 weights of Flint's sizes.
 bool moe_down_one_fits(const MoeDown& in);
 cudaError_t moe_down_one(const MoeDown& in, const Launch& launch);
 

@@ -3,7 +3,6 @@
 // memory; a team of one has the tile for itself. Each takes tiles a grid apart, and fetches ahead
 // of the tile that it works on.
 
-#include "cuda/experimental.h"
 #include "cuda/launch.cuh"
 #include "cuda/linear.h"
 #include "cuda/one_token.cuh"
@@ -294,7 +293,8 @@ cudaError_t launch_plan(const Linear& in, int most_ctas, const Launch& launch) {
   if (!takes<Format, kOutput, P>(in)) {
     return launch_tokens<Format, kOutput, Odd, false>(in, kAllCtas, launch);
   }
-  if constexpr (Format::kNvfp4 && (P::kTeams == 1 || P::kTeam == 1)) {
+  if constexpr (Format::kNvfp4 && kOutput != LinearOutput::kRounded &&
+                (P::kTeams == 1 || P::kTeam == 1)) {
     if (in.tokens == 1 && StreamOf<Format, P>::pieces(in.width) <= kMostPiecesOfOne) {
       return launch_tokens<Format, kOutput, P, true>(in, most_ctas, launch);
     }
@@ -363,9 +363,8 @@ cudaError_t linear(const Linear& in, const Launch& launch) {
     case LinearOutput::kLogits:
       return launch_output<LinearOutput::kLogits>(in, launch);
     default:
-      return experimental() && linear_one_fits(in)
-                 ? linear_one(in, launch)
-                 : launch_output<LinearOutput::kRounded>(in, launch);
+      return linear_one_fits(in) ? linear_one(in, launch)
+                                 : launch_output<LinearOutput::kRounded>(in, launch);
   }
 }
 

@@ -43,8 +43,7 @@ bool linear_fits(const Linear& linear);
 
 cudaError_t linear(const Linear& linear, const Launch& launch);
 
-// Its way for one token with NVFP4 weights of Flint's widths, rounded; where experimental kernels
-// are in use.
+// Its way for one token with NVFP4 weights of Flint's widths, rounded.
 bool linear_one_fits(const Linear& linear);
 
 cudaError_t linear_one(const Linear& linear, const Launch& launch);

@@ -2,10 +2,8 @@
 // The warps take pieces of these in turn, one expert's at a time, and leave each piece's sums
 // in shared memory; at the end they are added, weighted and combined in the order of selection.
 
-#include "cuda/experimental.h"
 #include "cuda/expert_groups.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/one_token.cuh"
 #include "cuda/tile_stream.cuh"
 
 namespace flint::cuda {
@@ -36,14 +34,12 @@ __device__ __forceinline__ void stage_rows(uint8_t* to, int bytes, const void* f
 
 // Dynamic shared memory: the stages, the activations of all entries and of the shared expert, the
 // warps' sums of all pieces, the experts' outputs.
-template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole, bool kOne>
+template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole>
 __global__ void __launch_bounds__(kThreads, 1)
     moe_down_few(const __grid_constant__ Job job,
                  const __grid_constant__ typename Format::Matrix routed,
                  const __grid_constant__ typename Format::Matrix common) {
   constexpr int kWarps = kThreads / kWarp;
-  constexpr int kSums = kOne ? kTileRows : kTileSums;  // of a piece
-  constexpr int kColumns = kOne ? 1 : kMostTokens;     // of these
   using Stream = TileStream<Format, 1, kChunks, kStages, kWhole>;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ ExpertGroups groups;
@@ -51,15 +47,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   const MoeDown& in = job.in;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
   const int warp = thread / kWarp;
-  const int tokens = kOne ? 1 : in.routing.tokens, entries = tokens * in.routing.top_k;
+  const int tokens = in.routing.tokens, entries = tokens * in.routing.top_k;
   constexpr int kPieceBytes = Stream::kPiece * 2;  // of a row of activations
   const int entry_bytes = job.expert_pieces * kPieceBytes;
   const int shared_bytes = job.shared_pieces * kPieceBytes;
   uint8_t* staged = shared + kWarps * Stream::kBytes;
   uint8_t* entry_rows = staged;
   uint8_t* shared_rows = entry_rows + entries * entry_bytes;
-  uint8_t* zeros = shared_rows + tokens * shared_bytes;
-  auto* sums = reinterpret_cast<float*>(zeros + (kOne ? kZeroBytes<kChunks> : 0));
+  auto* sums = reinterpret_cast<float*>(shared_rows + tokens * shared_bytes);
   const int first = static_cast<int>(blockIdx.x) * kTileRows;
   const TileRows rows{first, first + kHalfTile, in.hidden, in.hidden};
 
@@ -69,7 +64,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   // there.
   Stream stream(shared + warp * Stream::kBytes, 0);
   groups.find(in.routing, groups.load(in.routing));
-  if constexpr (kOne) make_zeros<kChunks>(zeros);
   __syncthreads();
   const int pieces = job.shared_pieces + groups.count * job.expert_pieces;
   // Where piece `piece` of all lies.
@@ -105,27 +99,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int i = 0; i < kStages; ++i) fetch_next();
   wait_for_previous_kernel();
   let_next_kernel_start();
-  unsigned shifts = 0;  // of this warp's pieces, a bit each
-  if constexpr (kOne) {
-    // A warp stages what it multiplies.
-    int bit = 0;
-    for (int piece = warp; piece < pieces; piece += kWarps, ++bit) {
-      const Part part = part_of(piece);
-      const auto* x = static_cast<const uint16_t*>(in.shared_act);
-      if (part.group >= 0) {
-        x = static_cast<const uint16_t*>(in.routed_act) +
-            groups.place[part.group][0] * in.routed_size;
-      }
-      // A stage's chunks begin at the piece's, whatever part of the row it is.
-      const int first = part.piece * Stream::kPiece;
-      const bool shifted = stage_one<kChunks, kWhole>(staged + piece * kPieceBytes, x + first,
-                                                      part.width - first, 0);
-      shifts |= shifted ? 1u << bit : 0u;
-    }
-  } else {
-    stage_rows<Format>(entry_rows, entry_bytes, in.routed_act, entries, in.routed_size);
-    stage_rows<Format>(shared_rows, shared_bytes, in.shared_act, tokens, in.shared_size);
-  }
+  stage_rows<Format>(entry_rows, entry_bytes, in.routed_act, entries, in.routed_size);
+  stage_rows<Format>(shared_rows, shared_bytes, in.shared_act, tokens, in.shared_size);
   if (weighs) {
     scales[thread] = scale;
     weights[thread] = weight;
@@ -134,34 +109,26 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 #pragma unroll 1
   for (int piece = warp; piece < pieces; piece += kWarps) {
-    if constexpr (kOne) {
-      OneTokenSums piece_sums;
-      multiply_one<kChunks>(piece_sums, stream, staged + piece * kPieceBytes, zeros,
-                            (shifts & 1) != 0);
-      shifts >>= 1;
-      store_rows(piece_sums, sums + piece * kSums);
-    } else {
-      const int token = min(lane / 4, tokens - 1);
-      const Part part = part_of(piece);
-      const uint8_t* x = shared_rows + token * shared_bytes;
-      if (part.group >= 0) {
-        // A token that did not choose the expert multiplies what nobody reads.
-        const int place = max(groups.place[part.group][token], 0);
-        x = entry_rows + (token * in.routing.top_k + place) * entry_bytes;
-      }
-      x += (stream.chunk_of(part.piece) * Format::kVectors * 4 + lane % 4) * kVectorBytes;
-      TileSums piece_sums;
-      piece_sums.clear();
-      multiply_piece<Format, kChunks>(piece_sums, stream, x, staged_step(1));
-      piece_sums.store(sums + piece * kSums);
+    const int token = min(lane / 4, tokens - 1);
+    const Part part = part_of(piece);
+    const uint8_t* x = shared_rows + token * shared_bytes;
+    if (part.group >= 0) {
+      // A token that did not choose the expert multiplies what nobody reads.
+      const int place = max(groups.place[part.group][token], 0);
+      x = entry_rows + (token * in.routing.top_k + place) * entry_bytes;
     }
+    x += (stream.chunk_of(part.piece) * Format::kVectors * 4 + lane % 4) * kVectorBytes;
+    TileSums piece_sums;
+    piece_sums.clear();
+    multiply_piece<Format, kChunks>(piece_sums, stream, x, staged_step(1));
+    piece_sums.store(sums + piece * kTileSums);
     fetch_next();
   }
   __syncthreads();
 
   // The experts' outputs, weighted, all at once; the shared one's comes after a token's others.
   const int places = in.routing.top_k + 1;
-  float* outputs = sums + pieces * kSums;
+  float* outputs = sums + pieces * kTileSums;
   for (int i = thread; i < places * kTileRows * tokens; i += kThreads) {
     const int token = i % tokens, row = i / tokens % kTileRows, place = i / tokens / kTileRows;
     const bool is_shared = place == in.routing.top_k;
@@ -171,10 +138,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (group >= 0) {
       const int from = is_shared ? 0 : job.shared_pieces + group * job.expert_pieces;
       const int count = is_shared ? job.shared_pieces : job.expert_pieces;
-      const float* at = sums + from * kSums + row * kColumns + token;
+      const float* at = sums + from * kTileSums + row * kMostTokens + token;
       float total = at[0];
-      for (int j = 1; j < count; ++j) total += at[j * kSums];
-      total *= (kOne ? 1.0f : Format::kSumScale) * (is_shared ? shared_scale : scales[entry]);
+      for (int j = 1; j < count; ++j) total += at[j * kTileSums];
+      total *= Format::kSumScale * (is_shared ? shared_scale : scales[entry]);
       // Rounded before it is added, as the reference does.
       output = rounded(uint16_t{}, total);
       if (!is_shared) output = __fmul_rn(output, weights[entry]);
@@ -195,23 +162,16 @@ __global__ void __launch_bounds__(kThreads, 1)
                 rounded(uint16_t{}, sum) + at[in.routing.top_k * kTileRows * tokens]);
 }
 
-template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole, bool kOne = false>
+template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole>
 cudaError_t launch_plan(const MoeDown& in, const Launch& launch) {
   constexpr int kWarps = kThreads / kWarp;
   using Stream = TileStream<Format, 1, kChunks, kStages, kWhole>;
-  if constexpr (Format::kNvfp4 && !kOne) {
-    const int pieces =
-        Stream::pieces(in.shared_size) + in.routing.top_k * Stream::pieces(in.routed_size);
-    if (in.routing.tokens == 1 && pieces <= kWarps * kMostPiecesOfOne) {
-      return launch_plan<Format, kThreads, kChunks, kStages, kWhole, true>(in, launch);
-    }
-  }
   Job job{};
   job.in = in;
   job.shared_pieces = Stream::pieces(in.shared_size);
   job.expert_pieces = Stream::pieces(in.routed_size);
   const int tokens = in.routing.tokens, entries = tokens * in.routing.top_k;
-  const size_t row = Stream::kPiece * 2, tile = (kOne ? kTileRows : kTileSums) * sizeof(float);
+  const size_t row = Stream::kPiece * 2, tile = kTileSums * sizeof(float);
   Shape shape;
   shape.grid = static_cast<unsigned>(ceil_div(in.hidden, kTileRows));
   shape.block = kThreads;
@@ -219,9 +179,8 @@ cudaError_t launch_plan(const MoeDown& in, const Launch& launch) {
       size_t{kWarps} * Stream::kBytes +
       (size_t(entries) * job.expert_pieces + size_t(tokens) * job.shared_pieces) * row +
       size_t(job.shared_pieces + entries * job.expert_pieces) * tile +
-      size_t(in.routing.top_k + 1) * tile + (kOne ? kZeroBytes<kChunks> : 0);
-  return launch_kernel(launch, shape,
-                       moe_down_few<Format, kThreads, kChunks, kStages, kWhole, kOne>, job,
+      size_t(in.routing.top_k + 1) * tile;
+  return launch_kernel(launch, shape, moe_down_few<Format, kThreads, kChunks, kStages, kWhole>, job,
                        Format::matrix(in.routed.elements, in.routed.scales),
                        Format::matrix(in.shared.elements, in.shared.scales));
 }
@@ -248,18 +207,16 @@ bool moe_down_fits(const MoeDown& in) {
 }
 
 cudaError_t moe_down(const MoeDown& in, const Launch& launch) {
-  if (experimental() && moe_down_one_fits(in)) return moe_down_one(in, launch);
-  const bool one = in.routing.tokens == 1;
+  if (moe_down_one_fits(in)) return moe_down_one(in, launch);
   if (in.routed.scales == nullptr) {
-    return one ? launch_plan<Bf16, 512, 4, 1, false>(in, launch)
-               : launch_plan<Bf16, 256, 4, 1, false>(in, launch);
+    return in.routing.tokens == 1 ? launch_plan<Bf16, 512, 4, 1, false>(in, launch)
+                                  : launch_plan<Bf16, 256, 4, 1, false>(in, launch);
   }
   // Whole tiles, and pieces of four chunks.
   if (in.hidden % kTileRows != 0 || in.routed_size % 512 != 0 || in.shared_size % 512 != 0) {
     return launch_plan<Nvfp4, 256, 1, 2, false>(in, launch);
   }
-  return one ? launch_plan<Nvfp4, 256, 4, 1, true>(in, launch)
-             : launch_plan<Nvfp4, 544, 4, 1, true>(in, launch);
+  return launch_plan<Nvfp4, 544, 4, 1, true>(in, launch);
 }
 
 }  // namespace flint::cuda

@@ -2,9 +2,7 @@
 // the whole head. Of their elements they tell each other the sums of squares alone; then each
 // norms, turns and writes its own.
 
-#include "cuda/experimental.h"
 #include "cuda/launch.cuh"
-#include "cuda/one_token.cuh"
 #include "cuda/qkv.h"
 #include "cuda/qkv_head.cuh"
 #include "cuda/tile_stream.cuh"
@@ -21,13 +19,11 @@ struct Job {
   QkNormRope rest;
 };
 
-template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole, bool kOne>
+template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole>
 __global__ void __launch_bounds__(kThreads, 1)
     qkv_few(const __grid_constant__ Job job,
             const __grid_constant__ typename Format::Matrix weight) {
   constexpr int kWarps = kThreads / kWarp;
-  constexpr int kSums = kOne ? kTileRows : kTileSums;  // of a warp
-  constexpr int kColumns = kOne ? 1 : kMostTokens;     // of these
   using Stream = TileStream<Format, kWarps, kChunks, kStages, kWhole>;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) HeadSquares head_squares;
@@ -35,7 +31,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int pieces = Stream::pieces(job.width);
   auto* sums = reinterpret_cast<float*>(
       staged + staged_bytes<Format>(job.tokens, pieces * Stream::kPiece / Format::kChunk));
-  auto* zeros = reinterpret_cast<uint8_t*>(sums + kWarps * kSums);
   const QkNormRope& in = job.rest;
   const int thread = static_cast<int>(threadIdx.x);
   const int head = static_cast<int>(blockIdx.x / kHeadCtas);
@@ -64,60 +59,40 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
     announce_cluster();
   }
-  const int pair = thread / kColumns, token = thread % kColumns;
+  const int pair = thread / kMostTokens, token = thread % kMostTokens;
   const bool has_pair = pair < kHalfTile && token < job.tokens;
   Pair mine;
   if (has_pair) mine.load(in, token, head, rank * kHalfTile + pair);
-  if constexpr (kOne) {
-    make_zeros<kChunks>(zeros);
-    __syncthreads();
-  }
   if (norms) await_cluster();
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  unsigned shifts = 0;  // of a piece, a bit
   for (int piece = 0; piece < pieces; ++piece) {
-    const int chunk = stream.chunk_of(piece);
-    if constexpr (kOne) {
-      const bool shifted = stage_one<kChunks, kWhole>(staged, job.x, job.width, chunk);
-      shifts |= shifted ? 1u << piece : 0u;
-    } else {
-      stage_chunks<Format, kChunks>(staged, job.x, job.x_stride, job.tokens, job.width, chunk);
-    }
+    stage_chunks<Format, kChunks>(staged, job.x, job.x_stride, job.tokens, job.width,
+                                  stream.chunk_of(piece));
   }
   __syncwarp();
   TileSums tile_sums;
-  OneTokenSums one_sums;
-  if constexpr (!kOne) tile_sums.clear();
+  tile_sums.clear();
 #pragma unroll 1
   for (int piece = 0; piece < pieces; ++piece) {
     const int chunk = stream.chunk_of(piece);
-    if constexpr (kOne) {
-      multiply_one<kChunks>(one_sums, stream, staged + chunk * Format::kChunk * 2, zeros,
-                            (shifts >> piece & 1) != 0);
-    } else {
-      multiply_piece<Format, kChunks>(tile_sums, stream,
-                                      staged_chunk<Format>(staged, job.tokens, chunk),
-                                      staged_step(job.tokens));
-    }
+    multiply_piece<Format, kChunks>(tile_sums, stream,
+                                    staged_chunk<Format>(staged, job.tokens, chunk),
+                                    staged_step(job.tokens));
     fetch_next();
   }
-  if constexpr (kOne) {
-    store_rows(one_sums, sums + thread / kWarp * kSums);
-  } else {
-    tile_sums.store(sums + thread / kWarp * kSums);
-    scale *= Format::kSumScale;
-  }
+  tile_sums.store(sums + thread / kWarp * kTileSums);
+  scale *= Format::kSumScale;
   __syncthreads();
   // In whole warps, which send together.
-  if (thread >= max(kHalfTile * kColumns, kWarp)) return;
+  if (thread >= kHalfTile * kMostTokens) return;
   float low = 0.0f, high = 0.0f;
   if (has_pair) {
-    low = rounded(uint16_t{}, warps_total<kWarps, kSums>(sums, thread) * scale);
-    high = rounded(uint16_t{}, warps_total<kWarps, kSums>(sums, thread + kSums / 2) * scale);
+    low = rounded(uint16_t{}, warps_total<kWarps>(sums, thread) * scale);
+    high = rounded(uint16_t{}, warps_total<kWarps>(sums, thread + kTileSums / 2) * scale);
   }
-  if (norms) head_squares.send<kColumns>(rank, pair, token, low, high, has_pair);
+  if (norms) head_squares.send<kMostTokens>(rank, pair, token, low, high, has_pair);
   if (!has_pair) return;
   if (norms) {
     mine.finish(in, low, high, head_squares.await(token));
@@ -126,16 +101,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole, bool kOne = false>
+template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole>
 cudaError_t launch_plan(const QkvLinear& in, const Launch& launch) {
   constexpr int kWarps = kThreads / kWarp;
   using Stream = TileStream<Format, kWarps, kChunks, kStages, kWhole>;
   const int pieces = Stream::pieces(in.width);
-  if constexpr (Format::kNvfp4 && !kOne) {
-    if (in.rest.rows == 1 && pieces <= kMostPiecesOfOne) {
-      return launch_plan<Format, kThreads, kChunks, kStages, kWhole, true>(in, launch);
-    }
-  }
   const Job job{in.scale_2,
                 in.shards,
                 static_cast<const uint16_t*>(in.x),
@@ -150,13 +120,12 @@ cudaError_t launch_plan(const QkvLinear& in, const Launch& launch) {
   shape.cluster = kHeadCtas;
   const size_t wanted = Stream::kBytes +
                         staged_bytes<Format>(job.tokens, pieces * Stream::kPiece / Format::kChunk) +
-                        size_t{kWarps} * (kOne ? kTileRows : kTileSums) * sizeof(float) +
-                        (kOne ? kZeroBytes<kChunks> : 0);
+                        size_t{kWarps} * kTileSums * sizeof(float);
   // Where a fourth CTA fits, some SMs get four of Flint's 320 and others one: measured on an H200,
   // 5.2 us instead of 4.6.
   shape.shared_bytes = wanted > shared_bytes_for(3) ? wanted : shared_bytes_for(3);
-  return launch_kernel(launch, shape, qkv_few<Format, kThreads, kChunks, kStages, kWhole, kOne>,
-                       job, Format::matrix(in.weight.elements, in.weight.scales));
+  return launch_kernel(launch, shape, qkv_few<Format, kThreads, kChunks, kStages, kWhole>, job,
+                       Format::matrix(in.weight.elements, in.weight.scales));
 }
 
 }  // namespace
@@ -187,7 +156,7 @@ bool qkv_linear_fits(const QkvLinear& in) {
 }
 
 cudaError_t qkv_linear(const QkvLinear& in, const Launch& launch) {
-  if (experimental() && qkv_one_fits(in)) return qkv_one(in, launch);
+  if (qkv_one_fits(in)) return qkv_one(in, launch);
   if (in.weight.scales == nullptr) {
     return in.width % 2048 == 0 ? launch_plan<Bf16, 256, 4, 1, true>(in, launch)
                                 : launch_plan<Bf16, 256, 1, 2, false>(in, launch);

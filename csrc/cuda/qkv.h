@@ -28,7 +28,7 @@ bool qkv_linear_fits(const QkvLinear& in);
 
 cudaError_t qkv_linear(const QkvLinear& in, const Launch& launch);
 
-// Its way for one token with NVFP4 weights of Flint's width; where experimental kernels are in use.
+// Its way for one token with NVFP4 weights of Flint's width.
 bool qkv_one_fits(const QkvLinear& in);
 cudaError_t qkv_one(const QkvLinear& in, const Launch& launch);
 

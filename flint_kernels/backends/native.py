@@ -21,8 +21,6 @@ import torch
 
 from flint_kernels.backends import native_cpu
 
-EXPERIMENTAL_VARIABLE = "FLINT_KERNELS_EXPERIMENTAL"
-"""Read by the library: kernels are in use whose present form has not passed its tests on a GPU."""
 DISABLE_VARIABLE = "FLINT_KERNELS_NO_NATIVE"
 """Set to 1 before the first use, this environment variable keeps the library from loading."""
 

@@ -189,6 +189,10 @@ class _Weight(NamedTuple):
     scale_2: Tensor | None = None
 
 
+def _takes(x: Tensor, topk_ids: Tensor, weight: Tensor) -> bool:
+    return _is_taken(x) and topk_ids.numel() > 0 and 0 not in weight.shape
+
+
 def _routed_experts(
     x: Tensor,
     topk_weights: Tensor,
@@ -199,7 +203,7 @@ def _routed_experts(
     enable_pdl: bool,
     out: Tensor | None,
 ) -> Any:
-    if not _is_taken(x) or topk_ids.numel() == 0 or 0 in w13.weight.shape:
+    if not _takes(x, topk_ids, w13.weight):
         return NotImplemented
     out = _empty(out, x.shape, x)
     launched = experts(
@@ -223,19 +227,12 @@ def _routed_experts(
 
 
 def _gate_up(
-    x: Tensor,
-    topk_ids: Tensor,
-    w13: _Weight,
-    shared_w13: _Weight,
-    enable_pdl: bool,
-    routed_act_out: Tensor | None,
-    shared_act_out: Tensor | None,
+    x: Tensor, topk_ids: Tensor, w13: _Weight, enable_pdl: bool, routed_act_out: Tensor | None
 ) -> Any:
-    if not _is_taken(x) or topk_ids.numel() == 0 or 0 in w13.weight.shape:
+    if not _takes(x, topk_ids, w13.weight):
         return NotImplemented
     width = w13.weight.shape[1] // 2
     routed = _empty(routed_act_out, (*topk_ids.shape, width), x)
-    shared = _empty(shared_act_out, (x.shape[0], shared_w13.weight.shape[0] // 2), x)
     launched = experts(
         ORDER | GATHER_TOKENS | GATE_UP | ACT_BY_ENTRY,
         topk_ids,
@@ -248,32 +245,19 @@ def _gate_up(
         scale_2=w13.scale_2,
         act=routed.zero_().view(-1, width),  # what a skipped entry has
     )
-    if not launched:
-        return NotImplemented
-    if shared_w13.scale is None:
-        _flint.bf16_linear_silu_and_mul.out(x, shared_w13.weight, enable_pdl=enable_pdl, out=shared)
-    else:
-        _flint.nvfp4_linear_silu_and_mul.out(x, *shared_w13, enable_pdl=enable_pdl, out=shared)
-    return routed, shared
+    return routed if launched else NotImplemented
 
 
 def _down(
     routed_act: Tensor,
-    shared_act: Tensor,
+    shared: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
     w2: _Weight,
-    shared_w2: _Weight,
     enable_pdl: bool,
     out: Tensor | None,
 ) -> Any:
-    if not _is_taken(routed_act) or topk_ids.numel() == 0 or 0 in w2.weight.shape:
-        return NotImplemented
     hidden, width = w2.weight.shape[1], routed_act.shape[2]
-    if shared_w2.scale is None:
-        shared = _flint.bf16_linear(shared_act, shared_w2.weight, enable_pdl=enable_pdl)
-    else:
-        shared = _flint.nvfp4_linear(shared_act, *shared_w2, enable_pdl=enable_pdl)
     out = _empty(out, (routed_act.shape[0], hidden), routed_act)
     launched = experts(
         ORDER | GATHER_ACTS | DOWN | COMBINE,
@@ -340,9 +324,14 @@ def nvfp4_moe_gate_up(
     routed_act_out: Tensor | None = None,
     shared_act_out: Tensor | None = None,
 ) -> Any:
-    routed = _Weight(w13, w13_scale, w13_scale_2)
-    shared = _Weight(shared_w13, shared_w13_scale, shared_w13_scale_2)
-    return _gate_up(x, topk_ids, routed, shared, enable_pdl, routed_act_out, shared_act_out)
+    weight = _Weight(w13, w13_scale, w13_scale_2)
+    routed = _gate_up(x, topk_ids, weight, enable_pdl, routed_act_out)
+    if routed is NotImplemented:
+        return NotImplemented
+    shared = _empty(shared_act_out, (x.shape[0], shared_w13.shape[0] // 2), x)
+    of_shared = shared_w13, shared_w13_scale, shared_w13_scale_2
+    _flint.nvfp4_linear_silu_and_mul.out(x, *of_shared, enable_pdl=enable_pdl, out=shared)
+    return routed, shared
 
 
 def bf16_moe_gate_up(
@@ -355,8 +344,12 @@ def bf16_moe_gate_up(
     routed_act_out: Tensor | None = None,
     shared_act_out: Tensor | None = None,
 ) -> Any:
-    routed, shared = _Weight(w13), _Weight(shared_w13)
-    return _gate_up(x, topk_ids, routed, shared, enable_pdl, routed_act_out, shared_act_out)
+    routed = _gate_up(x, topk_ids, _Weight(w13), enable_pdl, routed_act_out)
+    if routed is NotImplemented:
+        return NotImplemented
+    shared = _empty(shared_act_out, (x.shape[0], shared_w13.shape[0] // 2), x)
+    _flint.bf16_linear_silu_and_mul.out(x, shared_w13, enable_pdl=enable_pdl, out=shared)
+    return routed, shared
 
 
 def nvfp4_moe_down(
@@ -374,10 +367,12 @@ def nvfp4_moe_down(
     enable_pdl: bool = False,
     out: Tensor | None = None,
 ) -> Any:
-    routed = _Weight(w2, w2_scale, w2_scale_2)
-    shared = _Weight(shared_w2, shared_w2_scale, shared_w2_scale_2)
-    entries = routed_act, shared_act, topk_weights, topk_ids
-    return _down(*entries, routed, shared, enable_pdl, out)
+    if not _takes(routed_act, topk_ids, w2):
+        return NotImplemented
+    of_shared = shared_w2, shared_w2_scale, shared_w2_scale_2
+    shared = _flint.nvfp4_linear(shared_act, *of_shared, enable_pdl=enable_pdl)
+    weight = _Weight(w2, w2_scale, w2_scale_2)
+    return _down(routed_act, shared, topk_weights, topk_ids, weight, enable_pdl, out)
 
 
 def bf16_moe_down(
@@ -391,5 +386,7 @@ def bf16_moe_down(
     enable_pdl: bool = False,
     out: Tensor | None = None,
 ) -> Any:
-    entries = routed_act, shared_act, topk_weights, topk_ids
-    return _down(*entries, _Weight(w2), _Weight(shared_w2), enable_pdl, out)
+    if not _takes(routed_act, topk_ids, w2):
+        return NotImplemented
+    shared = _flint.bf16_linear(shared_act, shared_w2, enable_pdl=enable_pdl)
+    return _down(routed_act, shared, topk_weights, topk_ids, _Weight(w2), enable_pdl, out)

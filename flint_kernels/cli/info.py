@@ -63,12 +63,7 @@ def collect() -> dict[str, Any]:
         "devices": {"cpu": meta["cpu"], "threads": meta["threads"], "gpus": gpus},
         "native": {"loaded": why_not is None, "why_not": why_not, "build": native.build_info()},
         "environment": {
-            name: os.environ.get(name)
-            for name in (
-                VALUE_CHECKS_VARIABLE,
-                native.DISABLE_VARIABLE,
-                native.EXPERIMENTAL_VARIABLE,
-            )
+            name: os.environ.get(name) for name in (VALUE_CHECKS_VARIABLE, native.DISABLE_VARIABLE)
         },
         "ops": {name: sorted(REGISTRY[name].bodies) for name in sorted(REGISTRY)},
     }

@@ -1,7 +1,6 @@
 // The kernels of a few tokens, as functions that Python can call: they return -1 where the kernels
 // do not take the call, else what the launch returned. `where`: what the kernel in front writes is
 // copied there, from `from`, when it is waited for.
-#include "cuda/experimental.h"
 #include "cuda/experts.h"
 #include "cuda/launch.cuh"
 #include "cuda/linear.h"
@@ -29,8 +28,6 @@ void prepare(const Run& run) {
 }
 
 }  // namespace
-
-extern "C" int emulated_experimental() { return experimental(); }
 
 extern "C" int emulated_linear(const Run* run, const void* weight, const void* scales,
                                const float* scale_2, int shards, int64_t first_shard, const void* x,
