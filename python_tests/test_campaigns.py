@@ -139,6 +139,12 @@ def test_a_copy_is_as_it_was_when_a_fault_is_taken_out(
     monkeypatch.setattr(planted_faults, "ROOT", root)
     monkeypatch.setattr(planted_faults, "WORK", tmp_path / "work")
     copy = planted_faults.Copy(0, fault.device, built)
+    recorded = built / fault.folder / planted_faults.SOURCES
+    recorded.write_text(copy.sources())
+    with pytest.raises(RuntimeError, match="a library of other sources"):
+        copy.plant(fault)  # it was built without the fault
+    recorded.write_text(copy.sources())
+    (copy.path / fault.file).write_text(source.read_text())
     library = copy.path / planted_faults.LIBRARY / "library"
     seen = []
 
