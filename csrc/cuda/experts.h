@@ -87,6 +87,7 @@ struct RoutedExperts {
   unsigned steps;
   Routing routing;
   bool bf16;                // the weights, which have no scales then
+  bool gathers;             // gate and up bring x together themselves, where they have a way to
   int hidden, routed_size;  // multiples of 256; of 64 for BF16
   const void* x;            // [tokens, hidden] BF16, x_stride elements apart
   int64_t x_stride;

@@ -36,7 +36,7 @@ ProductJob job_of(const Routing& routing, const ExpertOrder& order, int features
 // Whether gate and up bring the rows of x together themselves: product_gather.cuh.
 template <typename Plan>
 bool gathers(const RoutedExperts& in) {
-  return kGathers<Plan, ProductOutput::kSilu> &&
+  return in.gathers && kGathers<Plan, ProductOutput::kSilu> &&
          row_tiles<Plan>(in.routed_size, true) * kCluster <= kMostGathering;
 }
 

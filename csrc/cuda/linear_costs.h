@@ -1,6 +1,8 @@
 // Written by `python -m microbench.linear_plans --header` from the rows of
 // docs/results/h200/linear_plans.json: what a product of many tokens costs by how it
 // is cut, in nanoseconds. No torch here.
+//
+// There are no such rows yet: these were fitted to a run of a tree that was not committed.
 #pragma once
 
 namespace flint::cuda {

@@ -25,6 +25,7 @@
 #include "cuda/product_copies.cuh"
 #include "cuda/product_output.cuh"
 #include "cuda/product_plan.cuh"
+#include "cuda/weight_operand.cuh"
 #include "cuda/wgmma.cuh"
 
 namespace flint::cuda {
@@ -227,6 +228,7 @@ __device__ __forceinline__ void run_product(const ProductJob& job) {
       init_barrier(barriers.weights_empty(i), kProducts * 4);
     }
     init_barrier(barriers.begun(), 1);
+    init_barrier(barriers.claimed(), 1);
     publish_barriers();
   }
   arrive_cluster();

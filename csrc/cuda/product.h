@@ -3,6 +3,8 @@
 
 namespace flint::cuda {
 
+inline constexpr int kWeightColumns = 256;  // of a stage of NVFP4 weights
+
 enum class ProductOutput : int {
   kRounded,        // round(scale * sum)
   kSiluOfRounded,  // gate rows, then up rows, both rounded: round((g / (1 + exp(-g))) * u)

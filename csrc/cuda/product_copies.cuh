@@ -27,15 +27,13 @@ struct Copier {
 
   // By one thread.
   __device__ __forceinline__ void run() {
+    GatheredRows gathered;
     for (Tiles<Plan> tiles(job); !tiles.done(); tiles.advance()) {
       const TokenTile tokens = tiles.tokens();
       const int rows = (tokens.count + Plan::kBox - 1) / Plan::kBox * Plan::kBox;
       const int row = tiles.template row<kOutput>();
       if constexpr (kGathers<Plan, kOutput>) {
-        if (job.gathered != nullptr) {
-          await_gathered(job, tiles);
-          arrive(barriers.begun());
-        }
+        if (job.gathered != nullptr) gathered.begin(job, tiles, barriers);
       }
       for (int step = tiles.begin; step < tiles.end; ++step) {
         copy_weights(tokens.expert, row, step);

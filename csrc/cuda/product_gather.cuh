@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "cuda/arrival.cuh"
+#include "cuda/bulk_copy.cuh"
 #include "cuda/device.cuh"
 #include "cuda/product_plan.cuh"
 
@@ -26,13 +28,7 @@ inline constexpr bool kGathers =
 
 inline constexpr int kMostGathering = 64;  // CTAs with the same tokens: so far the counters reach
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-// Plain writes of this thread, and copies that are started later, by it or by threads that it
-// meets.
-__device__ __forceinline__ void order_with_copies() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDACC__)
 
 // A tile's counter has three: how many shares have been claimed (or asked for in vain, once by each
 // warp), how many have been brought, and who knows of it: of each CTA the thread that copies, and
@@ -53,7 +49,7 @@ template <typename Plan>
 __device__ __forceinline__ void know_gathered(const ProductJob& job, const Tiles<Plan>& tiles) {
   int32_t* counter = gather_counter(job, tiles);
   const int all = 2 * kCluster * job.row_tiles;
-  if (atomicAdd(counter, kKnown) / kKnown == all - 1) {
+  if (add_to(counter, kKnown) / kKnown == all - 1) {
     *static_cast<volatile int32_t*>(counter) = 0;
   }
 }
@@ -90,7 +86,7 @@ __device__ __forceinline__ void gather_shares(const ProductJob& job, const Tiles
   const int vectors = job.steps * (Plan::kColumns / 8);  // of a row
   for (;;) {
     int share = 0;
-    if (lane == 0) share = claimed(atomicAdd(counter, kClaim));
+    if (lane == 0) share = claimed(add_to(counter, kClaim));
     share = __shfl_sync(0xffffffffu, share, 0);
     if (share >= kRowShares) return;
     // Each lane knows where one row is.
@@ -102,25 +98,33 @@ __device__ __forceinline__ void gather_shares(const ProductJob& job, const Tiles
     }
     order_with_copies();
     __syncwarp();
-    if (lane == 0) {
-      asm volatile("fence.acq_rel.gpu; red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter),
-                   "n"(kBrought)
-                   : "memory");
-    }
+    if (lane == 0) add_released(counter, kBrought);
   }
 }
 
-// By the thread that copies.
-template <typename Plan>
-__device__ __forceinline__ void await_gathered(const ProductJob& job, const Tiles<Plan>& tiles) {
-  int32_t* counter = gather_counter(job, tiles);
-  int seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-  } while (brought(seen) < kRowShares);
-  order_with_copies();
-  know_gathered(job, tiles);
-}
+// Of the thread that copies: the rows of one tile after the other.
+struct GatheredRows {
+  bool first = true;
+  uint32_t parity = 0;
+
+  // The rows are there, and the next tile's may be brought. That this CTA's own warps have done
+  // with these keeps them at most a tile behind, which is as far as a barrier can tell.
+  template <typename Plan>
+  __device__ __forceinline__ void begin(const ProductJob& job, const Tiles<Plan>& tiles,
+                                        const Barriers<Plan>& barriers) {
+    if (!first) {
+      await_phase(barriers.claimed(), parity);
+      parity ^= 1;
+    }
+    first = false;
+    int32_t* counter = gather_counter(job, tiles);
+    while (brought(load_acquired(counter)) < kRowShares) {
+    }
+    order_with_copies();
+    know_gathered(job, tiles);
+    arrive(barriers.begun());
+  }
+};
 
 // By all threads: the first tile.
 template <typename Plan>
@@ -145,10 +149,13 @@ __device__ __forceinline__ void gather_ahead(const ProductJob& job,
     parity ^= 1;
     gather_shares<4>(job, tiles);
     sync_threads<kThreads>(3);
-    if (threadIdx.x == Plan::kThreads - 1) know_gathered(job, tiles);
+    if (threadIdx.x == Plan::kThreads - 1) {
+      know_gathered(job, tiles);
+      arrive(barriers.claimed());
+    }
   }
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+#endif
 
 }  // namespace flint::cuda

@@ -5,6 +5,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/product.cuh"
+#include "cuda/tensor_map.h"
 #include "cuda/tiles.h"
 
 namespace flint::cuda {

@@ -8,6 +8,7 @@
 #include "cuda/arranged.h"
 #include "cuda/async_copy.cuh"
 #include "cuda/device.cuh"
+#include "cuda/nvfp4_decode.cuh"
 #include "cuda/product_plan.cuh"
 #include "cuda/shared_loads.cuh"
 #include "cuda/silu.cuh"

@@ -5,12 +5,11 @@
 
 #include <cstdint>
 
+#include "cuda/cluster.cuh"
 #include "cuda/linear.h"
 #include "cuda/pipeline.cuh"
 #include "cuda/product.h"
-#include "cuda/tensor_map.h"
 #include "cuda/warpgroup.cuh"
-#include "cuda/weight_operand.cuh"
 
 namespace flint::cuda {
 
@@ -96,7 +95,7 @@ struct ProductJob {
   int shard_end[kMostShards];  // the last one's is above every row
 };
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDACC__)
 
 template <typename Plan>
 struct Barriers {
@@ -112,9 +111,12 @@ struct Barriers {
   __device__ __forceinline__ uint32_t weights_empty(int stage) const {
     return x_full(2 * Plan::kXStages + Plan::kWeightStages + stage);
   }
-  // A tile, by the thread that copies.
+  // A tile: by the thread that copies, and by the warps that bring its rows, when all are claimed.
   __device__ __forceinline__ uint32_t begun() const {
     return x_full(2 * Plan::kXStages + 2 * Plan::kWeightStages);
+  }
+  __device__ __forceinline__ uint32_t claimed() const {
+    return x_full(2 * Plan::kXStages + 2 * Plan::kWeightStages + 1);
   }
 };
 
@@ -163,6 +165,6 @@ struct Tiles {
   }
 };
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+#endif
 
 }  // namespace flint::cuda

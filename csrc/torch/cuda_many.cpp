@@ -38,10 +38,11 @@ bool linear_many_cuda_out(const Tensor& x, const Tensor& weight, const Tensor& s
 // `steps` as cuda::ExpertSteps; what these do not need may be left out. order int32, rows [entries,
 // hidden], act and entry_act [entries, routed] BF16.
 bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hidden,
-                                  int64_t routed, bool bf16, int64_t steps, std::optional<Tensor> x,
-                                  std::optional<Tensor> w13, std::optional<Tensor> scale,
-                                  std::optional<Tensor> scale_2, std::optional<Tensor> w2,
-                                  std::optional<Tensor> w2_scale, std::optional<Tensor> w2_scale_2,
+                                  int64_t routed, bool bf16, bool gathers, int64_t steps,
+                                  std::optional<Tensor> x, std::optional<Tensor> w13,
+                                  std::optional<Tensor> scale, std::optional<Tensor> scale_2,
+                                  std::optional<Tensor> w2, std::optional<Tensor> w2_scale,
+                                  std::optional<Tensor> w2_scale_2,
                                   std::optional<Tensor> topk_weights, std::optional<Tensor> shared,
                                   std::optional<Tensor> entry_act, Tensor order, Tensor rows,
                                   Tensor act, std::optional<Tensor> out, bool enable_pdl) {
@@ -57,6 +58,7 @@ bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hi
   in.steps = static_cast<unsigned>(steps);
   in.routing = routing_of(call, ids, experts);
   in.bf16 = bf16;
+  in.gathers = gathers;
   const int64_t packed = bf16 ? 1 : 2;
   in.hidden = static_cast<int>(hidden);
   in.routed_size = static_cast<int>(routed);
@@ -128,7 +130,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flint_native, m) {
       "-> bool");
   m.def(
       "routed_experts_many_cuda_out(Tensor ids, int experts, int hidden, int routed, bool bf16, "
-      "int steps, "
+      "bool gathers, int steps, "
       "Tensor? x, Tensor? w13, Tensor? scale, Tensor? scale_2, Tensor? w2, Tensor? w2_scale, "
       "Tensor? w2_scale_2, Tensor? topk_weights, Tensor? shared, Tensor? entry_act, "
       "Tensor(a!) order, Tensor(b!) rows, Tensor(c!) act, Tensor(d!)? out, bool enable_pdl) "

@@ -140,6 +140,7 @@ def experts(
     *,
     bf16: bool,
     enable_pdl: bool,
+    gathers: bool = False,
     order: Tensor | None = None,
     rows: Tensor | None = None,
     act: Tensor | None = None,
@@ -147,8 +148,10 @@ def experts(
 ) -> bool:
     """Steps of the routed experts; whether they were launched.
 
-    topk_ids [M, top_k]; shape: E, H, I; bf16: the weights, which have no scales then. What a step
-    reads and writes, where it is one of `steps`: x [M, H]; w13, scale, scale_2; w2, w2_scale,
+    topk_ids [M, top_k]; shape: E, H, I; bf16: the weights, which have no scales then; gathers: gate
+    and up bring the rows of x into the order of experts themselves, where they have a way to, and
+    GATHER_TOKENS does nothing (in no op's use: it has not run on a GPU in its present form). What a
+    step reads and writes, where it is one of `steps`: x [M, H]; w13, scale, scale_2; w2, w2_scale,
     w2_scale_2; topk_weights; shared [M, H] or None; entry_act [M * top_k, I]; out [M, H]. Between
     the steps stand order, [words] int32, rows [M * top_k, H] and act [M * top_k, I], which are made
     where they are not given.
@@ -170,6 +173,7 @@ def experts(
         topk_ids.contiguous(),
         *shape,
         bf16,
+        gathers,
         steps,
         *given,
         order,

@@ -246,8 +246,7 @@ class Around:
 
 
 def around(buffers: Around) -> Outputs:
-    """Choice, order, x in that order (where the product does not bring it into that order itself),
-    and the combination of what the experts make of it."""
+    """Choice, order, x in that order, and the combination of what the experts make of it."""
     if not buffers.x.is_cuda:
         return peer_around(buffers)
     weights, ids = ops.router_topk(buffers.logits, decode.MODEL.top_k)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -384,6 +387,43 @@ def test_the_two_steps_of_decode_at_more_rows(rows: int, checkpoint: str) -> Non
     down = REGISTRY[name].bind((*acts, *(a[n] for n in names), *of_shared[1]), {})
     (got,) = taken(name, down)
     assert relative_error(got, getattr(gpu_general, name)(**down)) < 2**-8
+
+
+BRINGS_ROWS = """
+import sys
+sys.path[:0] = {paths!r}
+import torch
+import test_many_gpu as t
+from flint_kernels.backends import cuda, native_many as many
+assert cuda.why_not(torch.device("cuda")) is None
+for rows in (1800, 8192):
+    for routing in ("random", "one takes all", "unequal", "skipped"):
+        a = t.expert_arguments(rows, routing, 512, 640)
+        shape = t.EXPERTS, 512, 640
+        given = dict(x=a["x"], w13=a["w13"], scale=a["w13_scale"], scale_2=a["w13_scale_2"])
+        acts = []
+        for gathers in (False, *[True] * 5):
+            act = torch.zeros(a["topk_ids"].numel(), 640, dtype=t.BF16, device="cuda")
+            assert many.experts(
+                many.ORDER | many.GATHER_TOKENS | many.GATE_UP | many.ACT_BY_ENTRY,
+                a["topk_ids"], shape, bf16=False, enable_pdl=False, gathers=gathers, act=act,
+                **given,
+            )
+            acts.append(act)
+        assert all(torch.equal(t.bits(act), t.bits(acts[0])) for act in acts[1:]), (rows, routing)
+print("the same")
+"""
+
+
+def test_gate_up_that_brings_rows_together_itself() -> None:
+    """The same bits as with rows that another kernel has brought together. In a process of its own,
+    which ends if its CTAs wait for each other."""
+    tests = Path(__file__).parent
+    script = BRINGS_ROWS.format(paths=[str(tests), str(tests.parent)])
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert result.stdout.strip() == "the same", result.stderr[-3000:]
 
 
 # --------------------------------------------------------------------------------------- router
