@@ -208,6 +208,7 @@ bool moe_down_fits(const MoeDown& in) {
 
 cudaError_t moe_down(const MoeDown& in, const Launch& launch) {
   if (moe_down_one_fits(in)) return moe_down_one(in, launch);
+  if (moe_down_several_fits(in)) return moe_down_several(in, launch);
   if (in.routed.scales == nullptr) {
     return in.routing.tokens == 1 ? launch_plan<Bf16, 512, 4, 1, false>(in, launch)
                                   : launch_plan<Bf16, 256, 4, 1, false>(in, launch);
