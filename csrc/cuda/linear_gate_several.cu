@@ -11,9 +11,6 @@
 namespace flint::cuda {
 namespace {
 
-constexpr int kStages = 4, kCtasAnSm = 2;
-using Tiles = TileRing<kStages>;
-
 struct Job {
   CUtensorMap codes;  // in boxes of eight rows
   const uint8_t* scales;
@@ -34,47 +31,45 @@ __device__ __forceinline__ float scale_of_row(const Job& job, int row) {
   return load_weight(job.scale_2 + shard);
 }
 
-__global__ void __launch_bounds__(kSeveralThreads, kCtasAnSm)
+__global__ void __launch_bounds__(kSeveralThreads, 1)
     linear_gate_several_tokens(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ Tiles::Barriers barriers;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp;
-  const int step = static_cast<int>(gridDim.x), end = job.size / kHalfTile;
-  const Tiles tiles(shared, barriers);
-  int tile = static_cast<int>(blockIdx.x);
-  TileCopier<kStages> copier{tiles, {}};
+  const SeveralShared ring(shared);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
+  const int element = thread - kProductWarps * kWarp;  // of those that do not multiply
   const bool copies = thread == kCopyWarp * kWarp;
-  const auto copy_until = [&](int last) {
+  const TileMultiplier multiplier{ring, warp, lane};
+  TileCopier copier{ring};
+  const int step = static_cast<int>(gridDim.x), end = job.size / kHalfTile;
+  int tile = static_cast<int>(blockIdx.x);
+  // At most `most` of the tiles that are left.
+  const auto copy = [&](int most) {
 #pragma unroll 1
-    for (; tile < last; tile += step) {
+    for (; tile < end && most > 0; tile += step, --most) {
       const int low = tile * kHalfTile;
       copier.copy(job.codes, job.scales, low, job.size + low);
     }
   };
   if (copies) {
-    tiles.init();
-    order_before_copies();
-    copy_until(min(end, tile + (kStages - 1) * step + 1));
+    ring.init();
+    copy(SeveralShared::kStages);
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
-  TileMultiplier<kStages> multiplier{tiles, {}, {}, {}};
-  if (warp < kProductWarps) multiplier.load(job.x, job.x_stride, job.tokens);
-  __syncthreads();  // the barriers are there
-  if (copies) {
-    copy_until(end);
-  } else if (warp < kProductWarps) {
-    multiplier.arrange();
-#pragma unroll 1
-    for (; tile < end; tile += step) multiplier.multiply();
-  } else if (warp < kCopyWarp) {
-    const int element = thread - kProductWarps * kWarp, token = element % kMostTokens;
-    TileFinisher<kStages> finisher{tiles, {}};
+  if (element < 0) multiplier.stage(job.x, job.x_stride, job.tokens);
+  __syncthreads();
+  if (element < 0) {
+    multiplier.multiply_all((end - tile + step - 1) / step, job.tokens);
+  } else if (copies) {
+    copy(end);
+  } else if (element < kFinishThreads) {
+    const int token = element % kMostTokens;
+    TileFinisher finisher{ring, element};
 #pragma unroll 1
     for (; tile < end; tile += step) {
       const int row = tile * kHalfTile + element / kMostTokens;
       const float gate_scale = scale_of_row(job, row), up_scale = scale_of_row(job, job.size + row);
-      const float2 sums = finisher.take(element);
+      const float2 sums = finisher.take();
       if (token >= job.tokens) continue;
       store_rounded(job.out + int64_t{token} * job.size + row,
                     shared_act(sums.x * gate_scale, sums.y * up_scale));
@@ -86,7 +81,8 @@ __global__ void __launch_bounds__(kSeveralThreads, kCtasAnSm)
 
 bool linear_gate_several_fits(const Linear& in) {
   return in.output == LinearOutput::kSiluAndMul && in.tokens > 1 && in.weight.scales != nullptr &&
-         in.width == kSeveralWidth && in.rows % kTileRows == 0;
+         in.width == kSeveralWidth && in.rows % kTileRows == 0 &&
+         SeveralShared::kBytes <= kMostSharedBytes;
 }
 
 cudaError_t linear_gate_several(const Linear& in, const Launch& launch) {
@@ -105,9 +101,9 @@ cudaError_t linear_gate_several(const Linear& in, const Launch& launch) {
   job.size = static_cast<int>(in.rows / 2);
   job.tokens = in.tokens;
   Shape shape;
-  shape.grid = static_cast<unsigned>(least(job.size / kHalfTile, kCtasAnSm * multiprocessors()));
+  shape.grid = static_cast<unsigned>(least(job.size / kHalfTile, multiprocessors()));
   shape.block = kSeveralThreads;
-  shape.shared_bytes = Tiles::kBytes;
+  shape.shared_bytes = SeveralShared::kBytes;
   return launch_kernel(launch, shape, linear_gate_several_tokens, job);
 }
 

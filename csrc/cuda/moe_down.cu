@@ -63,7 +63,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Ahead of the wait: the kernel in front of this has passed its own, so ids and weights are
   // there.
   Stream stream(shared + warp * Stream::kBytes, 0);
-  groups.find(in.routing, groups.load(in.routing));
+  if (thread < kMostEntries) {
+    groups.find(in.routing, thread, groups.load(in.routing, thread));
+  }
   __syncthreads();
   const int pieces = job.shared_pieces + groups.count * job.expert_pieces;
   // Where piece `piece` of all lies.

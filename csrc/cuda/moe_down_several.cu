@@ -3,17 +3,20 @@
 // of an expert's output stay in its warp until it is weighted; at the end a token's are added.
 #include "cuda/expert_groups.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/tile_stream.cuh"
+#include "cuda/one_tile.cuh"
 
 namespace flint::cuda {
 namespace {
 
 constexpr int kRoutedSize = 512, kSharedSize = 1024;
-constexpr int kChunks = kRoutedSize / Nvfp4::kChunk, kParts = kSharedSize / kRoutedSize;
+constexpr int kParts = kSharedSize / kRoutedSize;
 constexpr int kMostChoices = 48;  // whose activations shared memory holds
-// 48 experts and the shared one's parts are three for each warp.
-constexpr int kWarps = 17, kThreads = kWarps * kWarp, kStages = 2;
-using Stream = TileStream<Nvfp4, 1, kChunks, kStages, true>;
+// 48 experts and the shared one's parts are two for each warp. It fetches half of one ahead of the
+// half that it multiplies.
+constexpr int kWarps = 25, kThreads = kWarps * kWarp, kChunks = 2, kStages = 2;
+constexpr int kPieces = kRoutedSize / (kChunks * Nvfp4::kChunk);
+static_assert(kPieces == kStages, "a piece of each unit has the same stage");
+using Part = TilePart<kChunks>;
 constexpr int kRowBytes = kRoutedSize * 2, kRowVectors = kRowBytes / kVectorBytes;
 
 // Activations in rows of kRoutedSize: of all entries, then the shared expert's, in parts.
@@ -38,6 +41,33 @@ __device__ __forceinline__ void stage_all(uint8_t* staged, const MoeDown& in, in
   }
 }
 
+// A warp's sums, in turns to two: a product does not wait for the one before it.
+struct UnitSums {
+  float part[2][4] = {};
+
+  // Adds the products of a chunk; x as in Nvfp4::multiply_chunk.
+  __device__ __forceinline__ void add(const Nvfp4::Chunk& chunk, const uint8_t* x) {
+    const ScalePairs low_scales = decode_scales(chunk.low_scales);
+    const ScalePairs high_scales = decode_scales(chunk.high_scales);
+#pragma unroll
+    for (int i = 0; i < Nvfp4::kVectors; ++i) {
+      const uint4 b = load_shared(x + i * 4 * kVectorBytes);
+      const uint32_t low_scale = i < 2 ? low_scales.first : low_scales.second;
+      const uint32_t high_scale = i < 2 ? high_scales.first : high_scales.second;
+      CodePairs l = decode_codes(chunk.low[i]), h = decode_codes(chunk.high[i]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        l.pair[j] = multiply_bf16_pairs(l.pair[j], low_scale);
+        h.pair[j] = multiply_bf16_pairs(h.pair[j], high_scale);
+      }
+      multiply_add(part[0], l.pair[0], h.pair[0], l.pair[1], h.pair[1], b.x, b.y);
+      multiply_add(part[1], l.pair[2], h.pair[2], l.pair[3], h.pair[3], b.z, b.w);
+    }
+  }
+
+  __device__ __forceinline__ float total(int i) const { return part[0][i] + part[1][i]; }
+};
+
 // Dynamic shared memory: the stages, the activations.
 __global__ void __launch_bounds__(kThreads, 1)
     moe_down_several_tokens(const __grid_constant__ MoeDown in,
@@ -45,36 +75,47 @@ __global__ void __launch_bounds__(kThreads, 1)
                             const __grid_constant__ Nvfp4::Matrix common) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ ExpertGroups groups;
-  __shared__ float weights[kMostChoices];
+  __shared__ float scales[kMostChoices], weights[kMostChoices], shared_scale;
   __shared__ float adds[kMostChoices][kTileRows];  // of an entry: its output, weighted
   __shared__ __align__(16) float common_sums[kParts][kTileSums];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
   const int tokens = in.routing.tokens, entries = tokens * in.routing.top_k;
   const int first = static_cast<int>(blockIdx.x) * kTileRows;
-  const TileRows rows{first, first + kHalfTile, in.hidden, in.hidden};
-  uint8_t* staged = shared + kWarps * Stream::kBytes;
+  uint8_t* staged = shared + kWarps * kStages * Part::kBytes;
 
   // Ahead of the wait: the kernel in front of this has passed its own, so ids and weights are
   // there.
-  const float shared_scale = load_weight(in.shared_scale_2);
-  Stream stream(shared + warp * Stream::kBytes, 0);
-  int ahead = warp;  // units: the shared expert's parts, then the groups
+  // Units are the shared expert's parts, then the groups; of each, pieces.
+  int ahead = warp, ahead_piece = 0;
   const auto fetch_next = [&](int units) {
-    if (ahead >= units) return stream.skip();
-    if (ahead < kParts) {
-      stream.fetch(common, rows, kSharedSize, ahead);
+    if (ahead < units) {
+      const Part part(shared, warp * kStages + ahead_piece);
+      if (ahead < kParts) {
+        const int chunk = (ahead * kPieces + ahead_piece) * kChunks;
+        part.fetch(tile_lane<kSharedSize>(common, first, kHalfTile, chunk));
+      } else {
+        const int64_t row = int64_t{groups.expert[ahead - kParts]} * in.hidden + first;
+        part.fetch(tile_lane<kRoutedSize>(routed, row, kHalfTile, ahead_piece * kChunks));
+      }
     } else {
-      const int64_t expert = groups.expert[ahead - kParts];
-      stream.fetch(Nvfp4::from_row(routed, expert * in.hidden, kRoutedSize), rows, kRoutedSize, 0);
+      close_copies();
     }
+    if (++ahead_piece < kPieces) return;
+    ahead_piece = 0;
     ahead += kWarps;
   };
-  groups.find(in.routing, groups.load(in.routing));
+  if (thread < kMostEntries) {
+    groups.find(in.routing, thread, groups.load(in.routing, thread));
+  }
   if (thread < entries) weights[thread] = load_weight(in.weights + thread);
+  if (thread == kMostEntries) shared_scale = load_weight(in.shared_scale_2);
   __syncthreads();
   const int units = kParts + groups.count;
 #pragma unroll
   for (int i = 0; i < kStages; ++i) fetch_next(units);
+  if (thread < groups.count) {
+    scales[thread] = load_weight(in.routed_scale_2 + groups.expert[thread]) * kNvfp4SumScale;
+  }
   wait_for_previous_kernel();
   let_next_kernel_start();
   constexpr int kMostVectors = (kMostChoices + kMostTokens * kParts) * kRowVectors;
@@ -86,9 +127,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int unit = warp; unit < units; unit += kWarps) {
     const int group = unit - kParts;
     int row = entries + token * kParts + unit;
-    float scale = 0.0f;
     if (group >= 0) {
-      scale = load_weight(in.routed_scale_2 + groups.expert[group]) * Nvfp4::kSumScale;
       // Who did not choose the expert multiplies what nobody reads: the row of one who did.
       const int place = groups.place[group][token];
       const int entry = token * in.routing.top_k + place;
@@ -96,13 +135,26 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int other = __shfl_sync(0xffffffffu, entry, __ffs(static_cast<int>(chose)) - 1);
       row = place >= 0 ? entry : other;
     }
-    TileSums sums;
-    sums.clear();
-    multiply_piece<Nvfp4, kChunks>(sums, stream, staged + row * kRowBytes + lane % 4 * kVectorBytes,
-                                   staged_step(1));
-    fetch_next(units);
+    UnitSums sums;
+    const uint8_t* x = staged + row * kRowBytes + lane % 4 * kVectorBytes;
+#pragma unroll 1
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const Part part(shared, warp * kStages + piece);
+      await_copies<kStages - 1>();
+      __syncwarp();  // lanes have copied scales for each other
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        sums.add(part.load(c), x);
+        x += Nvfp4::kVectors * 4 * kVectorBytes;
+      }
+      __syncwarp();
+      fetch_next(units);
+    }
     if (group < 0) {
-      sums.store(common_sums[unit]);
+      auto* to =
+          reinterpret_cast<float2*>(&common_sums[unit][lane / 4 * kMostTokens + first_token]);
+      to[0] = make_float2(sums.total(0), sums.total(1));
+      to[kTileSums / 4] = make_float2(sums.total(2), sums.total(3));
       continue;
     }
 #pragma unroll
@@ -111,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (place < 0) continue;
       const int entry = (first_token + i) * in.routing.top_k + place;
       // Rounded before it is weighted, as the reference does.
-      const float weight = weights[entry];
+      const float scale = scales[group], weight = weights[entry];
       adds[entry][lane / 4] = __fmul_rn(rounded(uint16_t{}, sums.total(i) * scale), weight);
       adds[entry][lane / 4 + kHalfTile] =
           __fmul_rn(rounded(uint16_t{}, sums.total(2 + i) * scale), weight);
@@ -148,7 +200,7 @@ cudaError_t moe_down_several(const MoeDown& in, const Launch& launch) {
   shape.grid = static_cast<unsigned>(in.hidden / kTileRows);
   shape.block = kThreads;
   const int tokens = in.routing.tokens;
-  shape.shared_bytes = size_t{kWarps} * Stream::kBytes +
+  shape.shared_bytes = size_t{kWarps} * kStages * Part::kBytes +
                        size_t(tokens * in.routing.top_k + tokens * kParts) * kRowBytes;
   return launch_kernel(launch, shape, moe_down_several_tokens, in,
                        Nvfp4::matrix(in.routed.elements, in.routed.scales),

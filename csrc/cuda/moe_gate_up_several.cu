@@ -10,23 +10,20 @@
 namespace flint::cuda {
 namespace {
 
-constexpr int kStages = 4, kCtasAnSm = 2;
-using Tiles = TileRing<kStages>;
-
 struct Job {
   CUtensorMap routed, shared;  // codes, in boxes of eight rows
   MoeGateUp in;
   GateUpTiles tiles;
 };
 
-// What a thread of the finishing warps has of a tile.
+// What becomes of an element of a tile.
 struct Place {
-  uint16_t* to;
+  uint16_t* to;  // null: nothing
   float gate_scale, up_scale;
   bool is_shared;
 
-  __device__ __forceinline__ void find(const Job& job, const ExpertGroups& groups,
-                                       const GateUpWalk& at, int row, int token) {
+  __device__ __forceinline__ Place(const Job& job, const ExpertGroups& groups, const GateUpWalk& at,
+                                   int row, int token) {
     const MoeGateUp& in = job.in;
     is_shared = at.tile < job.tiles.shared_tiles;
     const float *gate = in.shared_scale_2, *up = gate + in.shared_shards - 1;
@@ -39,7 +36,7 @@ struct Place {
     } else {
       gate = in.routed_scale_2 + 2 * groups.expert[at.group];
       up = gate + 1;
-      const int place = token < in.routing.tokens ? groups.place[at.group][token] : -1;
+      const int place = groups.place[at.group][token];
       if (place >= 0) {
         const int entry = token * in.routing.top_k + place;
         to = static_cast<uint16_t*>(in.routed_act) + entry * in.routed_size + at.row * kHalfTile +
@@ -57,20 +54,25 @@ struct Place {
   }
 };
 
-__global__ void __launch_bounds__(kSeveralThreads, kCtasAnSm)
+// Barrier of the warps that do not multiply.
+constexpr int kGroupsThere = kGroupsBarrier + 1;
+
+__global__ void __launch_bounds__(kSeveralThreads, 1)
     moe_gate_up_several_tokens(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ ExpertGroups groups;
-  __shared__ Tiles::Barriers barriers;
+  const SeveralShared ring(shared);
   const MoeGateUp& in = job.in;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp;
-  const Tiles tiles(shared, barriers);
-  GateUpWalk at(job.tiles, static_cast<int>(blockIdx.x));
-  TileCopier<kStages> copier{tiles, {}};
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
+  const int element = thread - kProductWarps * kWarp;  // of those that do not multiply
   const bool copies = thread == kCopyWarp * kWarp;
-  const auto copy_until = [&](int end) {
+  const TileMultiplier multiplier{ring, warp, lane};
+  TileCopier copier{ring};
+  GateUpWalk at(job.tiles, static_cast<int>(blockIdx.x));
+  // Of all tiles before `end`, at most `most`.
+  const auto copy = [&](int end, int most) {
 #pragma unroll 1
-    for (; at.tile < end; at.advance(job.tiles)) {
+    for (; at.tile < end && most > 0; at.advance(job.tiles), --most) {
       const bool is_shared = at.tile < job.tiles.shared_tiles;
       const int size = is_shared ? in.shared_size : in.routed_size;
       const int first = is_shared ? 0 : groups.expert[at.group] * 2 * size;
@@ -79,38 +81,43 @@ __global__ void __launch_bounds__(kSeveralThreads, kCtasAnSm)
                   static_cast<const uint8_t*>(is_shared ? in.shared.scales : in.routed.scales), low,
                   low + size);
     }
+    return most;
   };
+  const auto end_of_tiles = [&] {
+    return job.tiles.shared_tiles + groups.count * job.tiles.expert_tiles;
+  };
+
+  int free = SeveralShared::kStages;
   if (copies) {
-    tiles.init();
-    order_before_copies();
-    // As many as there are stages.
-    copy_until(least(job.tiles.shared_tiles, at.tile + (kStages - 1) * job.tiles.step + 1));
+    ring.init();
+    free = copy(job.tiles.shared_tiles, free);
   }
   wait_for_previous_kernel();
   // Now: this kernel's experts' weights are on their way long before the next one's.
   let_next_kernel_start();
-  const int id = groups.load(in.routing);
-  TileMultiplier<kStages> multiplier{tiles, {}, {}, {}};
-  if (warp < kProductWarps) {
-    multiplier.load(static_cast<const uint16_t*>(in.x), in.x_stride, in.routing.tokens);
+  if (element < 0) {
+    multiplier.stage(static_cast<const uint16_t*>(in.x), in.x_stride, in.routing.tokens);
+  } else {
+    if (element < kFinishThreads) {
+      groups.find(in.routing, element, groups.load(in.routing, element));
+    }
+    sync_threads<(kFinishWarps + 1) * kWarp>(kGroupsThere);
+    if (copies) copy(end_of_tiles(), free);
   }
-  groups.find(in.routing, id);
   __syncthreads();
-  const int end = job.tiles.shared_tiles + groups.count * job.tiles.expert_tiles;
-  if (copies) {
-    copy_until(end);
-  } else if (warp < kProductWarps) {
-    multiplier.arrange();
-#pragma unroll 1
-    for (; at.tile < end; at.advance(job.tiles)) multiplier.multiply();
-  } else if (warp < kCopyWarp) {
-    const int element = thread - kProductWarps * kWarp;
-    TileFinisher<kStages> finisher{tiles, {}};
-    Place place;
+
+  const int end = end_of_tiles();
+  if (element < 0) {
+    const int count = max(end - at.tile + job.tiles.step - 1, 0) / job.tiles.step;
+    multiplier.multiply_all(count, in.routing.tokens);
+  } else if (copies) {
+    copy(end, end);
+  } else if (element < kFinishThreads) {
+    TileFinisher finisher{ring, element};
 #pragma unroll 1
     for (; at.tile < end; at.advance(job.tiles)) {
-      place.find(job, groups, at, element / kMostTokens, element % kMostTokens);
-      place.finish(finisher.take(element));
+      const Place place(job, groups, at, element / kMostTokens, element % kMostTokens);
+      place.finish(finisher.take());
     }
   }
   clear_skipped(in, groups.group_of);
@@ -120,7 +127,8 @@ __global__ void __launch_bounds__(kSeveralThreads, kCtasAnSm)
 
 bool moe_gate_up_several_fits(const MoeGateUp& in) {
   return in.routing.tokens > 1 && in.routed.scales != nullptr && in.hidden == kSeveralWidth &&
-         int64_t{in.routing.experts} * 2 * in.routed_size < (int64_t{1} << 31);
+         int64_t{in.routing.experts} * 2 * in.routed_size < (int64_t{1} << 31) &&
+         SeveralShared::kBytes <= kMostSharedBytes;
 }
 
 cudaError_t moe_gate_up_several(const MoeGateUp& in, const Launch& launch) {
@@ -133,9 +141,9 @@ cudaError_t moe_gate_up_several(const MoeGateUp& in, const Launch& launch) {
   const RowsInMemory common = codes(in.shared, int64_t{2} * in.shared_size);
   if (const auto error = describe(common, &job.shared); error != cudaSuccess) return error;
   Shape shape;
-  shape.grid = static_cast<unsigned>(least(job.tiles.most, kCtasAnSm * multiprocessors()));
+  shape.grid = static_cast<unsigned>(least(job.tiles.most, multiprocessors()));
   shape.block = kSeveralThreads;
-  shape.shared_bytes = Tiles::kBytes;
+  shape.shared_bytes = SeveralShared::kBytes;
   job.tiles.walk_in_steps_of(static_cast<int>(shape.grid.x));
   return launch_kernel(launch, shape, moe_gate_up_several_tokens, job);
 }

@@ -15,4 +15,9 @@ T load_shared_as(uint32_t from) {
 inline uint4 load_shared(uint32_t from) { return load_shared_as<uint4>(from); }
 inline uint32_t load_shared_word(uint32_t from) { return load_shared_as<uint32_t>(from); }
 
+inline void store_shared(uint32_t to, float one, float two) {
+  const float both[2] = {one, two};
+  std::memcpy(simt::shared_pointer(to, 8), both, 8);
+}
+
 }  // namespace flint::cuda
