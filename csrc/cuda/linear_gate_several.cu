@@ -24,12 +24,26 @@ struct Job {
   int tokens;
 };
 
-__device__ __forceinline__ float scale_of_row(const Job& job, int row) {
-  int shard = 0;
+// The global scales, read ahead of the wait.
+struct ShardScales {
+  float scale[kMostShards];
+
+  __device__ __forceinline__ explicit ShardScales(const Job& job) {
 #pragma unroll
-  for (int i = 1; i < kMostShards; ++i) shard += row >= job.shard_end[i - 1];
-  return load_weight(job.scale_2 + shard);
-}
+    for (int i = 0; i < kMostShards; ++i) {
+      scale[i] = i < job.shards ? load_weight(job.scale_2 + i) : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ float of_row(const Job& job, int row) const {
+    float found = scale[0];
+#pragma unroll
+    for (int i = 1; i < kMostShards; ++i) {
+      if (row >= job.shard_end[i - 1]) found = scale[i];
+    }
+    return found;
+  }
+};
 
 __global__ void __launch_bounds__(kSeveralThreads, 1)
     linear_gate_several_tokens(const __grid_constant__ Job job) {
@@ -50,6 +64,7 @@ __global__ void __launch_bounds__(kSeveralThreads, 1)
       copier.copy(job.codes, job.scales, low, job.size + low);
     }
   };
+  const ShardScales scales(job);
   if (copies) {
     ring.init();
     copy(SeveralShared::kStages);
@@ -68,7 +83,8 @@ __global__ void __launch_bounds__(kSeveralThreads, 1)
 #pragma unroll 1
     for (; tile < end; tile += step) {
       const int row = tile * kHalfTile + element / kMostTokens;
-      const float gate_scale = scale_of_row(job, row), up_scale = scale_of_row(job, job.size + row);
+      const float gate_scale = scales.of_row(job, row);
+      const float up_scale = scales.of_row(job, job.size + row);
       const float2 sums = finisher.take();
       if (token >= job.tokens) continue;
       store_rounded(job.out + int64_t{token} * job.size + row,

@@ -11,11 +11,11 @@ namespace {
 constexpr int kRoutedSize = 512, kSharedSize = 1024;
 constexpr int kParts = kSharedSize / kRoutedSize;
 constexpr int kMostChoices = 48;  // whose activations shared memory holds
-// 48 experts and the shared one's parts are two for each warp. It fetches half of one ahead of the
-// half that it multiplies.
-constexpr int kWarps = 25, kThreads = kWarps * kWarp, kChunks = 2, kStages = 2;
-constexpr int kPieces = kRoutedSize / (kChunks * Nvfp4::kChunk);
-static_assert(kPieces == kStages, "a piece of each unit has the same stage");
+// 48 experts and the shared one's parts are two for each warp. Measured on an H200 with eight
+// tokens: 13.7 us; 14.2 where half of the next one is fetched while a half is multiplied, 15.1 by
+// 17 warps with two stages each.
+constexpr int kWarps = 25, kThreads = kWarps * kWarp;
+constexpr int kChunks = kRoutedSize / Nvfp4::kChunk;
 using Part = TilePart<kChunks>;
 constexpr int kRowBytes = kRoutedSize * 2, kRowVectors = kRowBytes / kVectorBytes;
 
@@ -81,28 +81,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
   const int tokens = in.routing.tokens, entries = tokens * in.routing.top_k;
   const int first = static_cast<int>(blockIdx.x) * kTileRows;
-  uint8_t* staged = shared + kWarps * kStages * Part::kBytes;
+  uint8_t* staged = shared + kWarps * Part::kBytes;
 
   // Ahead of the wait: the kernel in front of this has passed its own, so ids and weights are
   // there.
-  // Units are the shared expert's parts, then the groups; of each, pieces.
-  int ahead = warp, ahead_piece = 0;
-  const auto fetch_next = [&](int units) {
-    if (ahead < units) {
-      const Part part(shared, warp * kStages + ahead_piece);
-      if (ahead < kParts) {
-        const int chunk = (ahead * kPieces + ahead_piece) * kChunks;
-        part.fetch(tile_lane<kSharedSize>(common, first, kHalfTile, chunk));
-      } else {
-        const int64_t row = int64_t{groups.expert[ahead - kParts]} * in.hidden + first;
-        part.fetch(tile_lane<kRoutedSize>(routed, row, kHalfTile, ahead_piece * kChunks));
-      }
+  const Part part(shared, warp);
+  // Units are the shared expert's parts, then the groups.
+  const auto fetch = [&](int unit) {
+    if (unit < kParts) {
+      part.fetch(tile_lane<kSharedSize>(common, first, kHalfTile, unit * kChunks));
     } else {
-      close_copies();
+      const int64_t row = int64_t{groups.expert[unit - kParts]} * in.hidden + first;
+      part.fetch(tile_lane<kRoutedSize>(routed, row, kHalfTile, 0));
     }
-    if (++ahead_piece < kPieces) return;
-    ahead_piece = 0;
-    ahead += kWarps;
   };
   if (thread < kMostEntries) {
     groups.find(in.routing, thread, groups.load(in.routing, thread));
@@ -111,8 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (thread == kMostEntries) shared_scale = load_weight(in.shared_scale_2);
   __syncthreads();
   const int units = kParts + groups.count;
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) fetch_next(units);
+  if (warp < units) fetch(warp);
   if (thread < groups.count) {
     scales[thread] = load_weight(in.routed_scale_2 + groups.expert[thread]) * kNvfp4SumScale;
   }
@@ -137,19 +127,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     UnitSums sums;
     const uint8_t* x = staged + row * kRowBytes + lane % 4 * kVectorBytes;
-#pragma unroll 1
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const Part part(shared, warp * kStages + piece);
-      await_copies<kStages - 1>();
-      __syncwarp();  // lanes have copied scales for each other
+    part.await();
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        sums.add(part.load(c), x);
-        x += Nvfp4::kVectors * 4 * kVectorBytes;
-      }
-      __syncwarp();
-      fetch_next(units);
+    for (int c = 0; c < kChunks; ++c) {
+      sums.add(part.load(c), x);
+      x += Nvfp4::kVectors * 4 * kVectorBytes;
     }
+    __syncwarp();
+    if (unit + kWarps < units) fetch(unit + kWarps);
     if (group < 0) {
       auto* to =
           reinterpret_cast<float2*>(&common_sums[unit][lane / 4 * kMostTokens + first_token]);
@@ -200,7 +185,7 @@ cudaError_t moe_down_several(const MoeDown& in, const Launch& launch) {
   shape.grid = static_cast<unsigned>(in.hidden / kTileRows);
   shape.block = kThreads;
   const int tokens = in.routing.tokens;
-  shape.shared_bytes = size_t{kWarps} * kStages * Part::kBytes +
+  shape.shared_bytes = size_t{kWarps} * Part::kBytes +
                        size_t(tokens * in.routing.top_k + tokens * kParts) * kRowBytes;
   return launch_kernel(launch, shape, moe_down_several_tokens, in,
                        Nvfp4::matrix(in.routed.elements, in.routed.scales),

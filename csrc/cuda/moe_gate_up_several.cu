@@ -19,14 +19,12 @@ struct Job {
 // What becomes of an element of a tile.
 struct Place {
   uint16_t* to;  // null: nothing
-  float gate_scale, up_scale;
   bool is_shared;
 
   __device__ __forceinline__ Place(const Job& job, const ExpertGroups& groups, const GateUpWalk& at,
                                    int row, int token) {
     const MoeGateUp& in = job.in;
     is_shared = at.tile < job.tiles.shared_tiles;
-    const float *gate = in.shared_scale_2, *up = gate + in.shared_shards - 1;
     to = nullptr;
     if (is_shared) {
       if (token < in.routing.tokens) {
@@ -34,8 +32,6 @@ struct Place {
              row;
       }
     } else {
-      gate = in.routed_scale_2 + 2 * groups.expert[at.group];
-      up = gate + 1;
       const int place = groups.place[at.group][token];
       if (place >= 0) {
         const int entry = token * in.routing.top_k + place;
@@ -43,13 +39,11 @@ struct Place {
              row;
       }
     }
-    gate_scale = load_weight(gate);
-    up_scale = load_weight(up);
   }
 
-  __device__ __forceinline__ void finish(float2 sums) const {
+  __device__ __forceinline__ void finish(float2 sums, float2 scales) const {
     if (to == nullptr) return;
-    const float gate = sums.x * gate_scale, up = sums.y * up_scale;
+    const float gate = sums.x * scales.x, up = sums.y * scales.y;
     store_rounded(to, is_shared ? shared_act(gate, up) : routed_act(gate, up));
   }
 };
@@ -61,6 +55,7 @@ __global__ void __launch_bounds__(kSeveralThreads, 1)
     moe_gate_up_several_tokens(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ ExpertGroups groups;
+  __shared__ float2 scales[kMostEntries];  // of a group: gate's and up's
   const SeveralShared ring(shared);
   const MoeGateUp& in = job.in;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
@@ -87,6 +82,10 @@ __global__ void __launch_bounds__(kSeveralThreads, 1)
     return job.tiles.shared_tiles + groups.count * job.tiles.expert_tiles;
   };
 
+  // Ahead of the weights, or the wait would be late; nothing is computed of them before they are
+  // used.
+  const float2 shared_scales = make_float2(load_weight(in.shared_scale_2),
+                                           load_weight(in.shared_scale_2 + in.shared_shards - 1));
   int free = SeveralShared::kStages;
   if (copies) {
     ring.init();
@@ -113,11 +112,19 @@ __global__ void __launch_bounds__(kSeveralThreads, 1)
   } else if (copies) {
     copy(end, end);
   } else if (element < kFinishThreads) {
+    // Of all groups at once: each tile would wait for its own.
+    static_assert(kFinishThreads == kMostEntries);
+    if (element < groups.count) {
+      const float* of_group = in.routed_scale_2 + 2 * groups.expert[element];
+      scales[element] = make_float2(load_weight(of_group), load_weight(of_group + 1));
+    }
+    sync_threads<kFinishThreads>(kGroupsBarrier);
     TileFinisher finisher{ring, element};
 #pragma unroll 1
     for (; at.tile < end; at.advance(job.tiles)) {
       const Place place(job, groups, at, element / kMostTokens, element % kMostTokens);
-      place.finish(finisher.take());
+      const float2 sums = finisher.take();
+      place.finish(sums, place.is_shared ? shared_scales : scales[at.group]);
     }
   }
   clear_skipped(in, groups.group_of);
