@@ -196,14 +196,15 @@ class Slow:
         others = Request([0], twins[0].steps, False)  # company for one that was not alone
         ids = {id(twin): begin(self.model, self.cache, twin) for twin in (*twins, others)}
         for step in range(twins[0].steps):
-            together = [others]
+            together = []
             for twin, request in zip(twins, requests, strict=True):
                 if step < twin.steps and request.alone[step]:
                     self._step([twin], ids)
                 elif step < twin.steps:
                     together.append(twin)
-            if together != [others]:
-                self._step(together, ids)
+            if together:
+                # Never more than a decoder has at once: more rows are summed otherwise again.
+                self._step(together if len(together) > 1 else [*together, others], ids)
         for twin in (*twins, others):
             self.cache.release(twin.slot)
         differences = map(difference, requests, twins)
