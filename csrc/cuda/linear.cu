@@ -356,9 +356,8 @@ bool linear_fits(const Linear& in) {
 cudaError_t linear(const Linear& in, const Launch& launch) {
   switch (in.output) {
     case LinearOutput::kSiluAndMul:
-      return linear_gate_several_fits(in)
-                 ? linear_gate_several(in, launch)
-                 : launch_output<LinearOutput::kSiluAndMul>(in, launch);
+      return linear_gate_several_fits(in) ? linear_gate_several(in, launch)
+                                          : launch_output<LinearOutput::kSiluAndMul>(in, launch);
     case LinearOutput::kLogits:
       return launch_output<LinearOutput::kLogits>(in, launch);
     default:
