@@ -19,9 +19,9 @@ import torch
 from flint_kernels import results
 from flint_kernels.loading import synthetic
 from flint_kernels.model import FlintConfig
-from microbench.forward.__main__ import free
 from microbench.forward.case import parse
 from microbench.forward.step import Step
+from microbench.forward.timing import free
 
 CASE = "prefill=8192"
 LAYERS = 7  # two dense ones, and full attention and windows after them
