@@ -13,8 +13,9 @@ Each tenth of the run ends with no live request, and then
 - a sampled 1% of its requests is decoded again, slowly: by the model's own step, op by op without
   graphs, buffers that stay and PDL, in a cache of its own, beside other requests than before. Every
   token and the last logits have to be the same to the bit: the ops promise a row's bits whatever is
-  beside it. Whether anything is does count (`docs/numerics.md`), so a step that a request made
-  alone is made alone again, and one among others among others;
+  beside it. How many rows there are does count (`docs/numerics.md`): kernels of one row, of two to
+  eight and of more sum in orders of their own. So a step that a request made alone is made alone
+  again, and one among others among one to seven others;
 - every counter of a workspace is to be zero, and every page and request of the caches free;
 - torch's memory on the GPU is to be what it was after the first tenth, to the byte, and the
   process's own within 16 MiB.
@@ -193,17 +194,20 @@ class Slow:
 
     def _batch(self, requests: Sequence[Request]) -> list[str]:
         twins = [Request(request.prompt, request.steps, True) for request in requests]
-        others = Request([0], twins[0].steps, False)  # company for one that was not alone
+        others = Request(
+            [0], twins[0].steps, False
+        )  # company for one that was not alone, and is now
         ids = {id(twin): begin(self.model, self.cache, twin) for twin in (*twins, others)}
         for step in range(twins[0].steps):
-            together = [others]
+            together = []
             for twin, request in zip(twins, requests, strict=True):
                 if step < twin.steps and request.alone[step]:
                     self._step([twin], ids)
                 elif step < twin.steps:
                     together.append(twin)
-            if together != [others]:
-                self._step(together, ids)
+            if together:
+                # Never more than a decoder has at once: more rows are summed otherwise again.
+                self._step(together if len(together) > 1 else [*together, others], ids)
         for twin in (*twins, others):
             self.cache.release(twin.slot)
         differences = map(difference, requests, twins)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import run_endurance
 import torch
-from run_endurance import PART, Lane, endure
+from run_endurance import LIVE, PART, Lane, Request, endure
 
 from flint_kernels.loading import load
 from flint_kernels.model import Flint, PagedKVCache
@@ -33,6 +33,22 @@ def test_nothing_is_found_where_nothing_is_wrong(model: Flint) -> None:
     assert counts["steps"] < counts["tokens"] <= run_endurance.LIVE * counts["steps"]
     assert counts["requests compared"] == counts["requests"] > PART
     assert counts["GPU bytes grown"] == 0
+
+
+def test_a_reference_has_no_more_rows_than_what_it_judges(
+    model: Flint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU more than eight go to other kernels, whose bits are others. So do two and one."""
+    rows: list[int] = []
+    monkeypatch.setattr(
+        run_endurance.Slow, "_step", lambda self, given, ids: rows.append(len(given))
+    )
+    monkeypatch.setattr(run_endurance, "difference", lambda one, two: "")
+    alone = ([False, True], [False, False])
+    requests = [Request([1], 2, True, alone=alone[number > 0]) for number in range(2 * LIVE + 1)]
+    run_endurance.Slow(model).differing(requests)
+    # 8, 8 and 1 requests, the one with company; the first of all makes its last step alone.
+    assert rows == [8, 1, 7, 8, 8, 2, 2]
 
 
 def test_the_share_is_about_what_is_sampled(model: Flint) -> None:
@@ -80,8 +96,8 @@ def test_memory_that_grows_is_found(model: Flint, monkeypatch: pytest.MonkeyPatc
     assert "bytes more on the GPU" in found[0]
 
 
-def ended(tokens: list[int], logits: list[float]) -> run_endurance.Request:
-    request = run_endurance.Request([1], len(tokens) - 1, True, alone=[True] * (len(tokens) - 1))
+def ended(tokens: list[int], logits: list[float]) -> Request:
+    request = Request([1], len(tokens) - 1, True, alone=[True] * (len(tokens) - 1))
     request.tokens, request.logits = torch.tensor(tokens), torch.tensor(logits)
     return request
 
@@ -94,7 +110,7 @@ def ended(tokens: list[int], logits: list[float]) -> run_endurance.Request:
         (ended([3, 5], [0.0, 1.0]), "token 1, drawn alone, is another"),
     ],
 )
-def test_a_difference_of_one_bit_is_one(two: run_endurance.Request, says: str) -> None:
+def test_a_difference_of_one_bit_is_one(two: Request, says: str) -> None:
     found = run_endurance.difference(ended([3, 4], [0.0, 1.0]), two)
     assert found.endswith(says) and bool(found) == bool(says)
 
