@@ -65,7 +65,8 @@ PACKAGE_INPUTS := pyproject.toml setup.py $(NATIVE_SOURCES)
 FORMATTED := $(NATIVE_SOURCES) docs/examples/*.cpp $(shell find python_tests/emulation -type f) fuzz/repack.cpp
 # Those that need no file of the tree but the tests.
 WHEEL_TESTS := $(addprefix python_tests/gpu/test_,rows_gpu.py low_latency_gpu.py general_gpu.py \
-  many_gpu.py attention_decode_gpu.py attention_prefill_gpu.py graph_decoder_gpu.py model_gpu.py)
+  many_gpu.py attention_decode_gpu.py attention_prefill_gpu.py graph_decoder_gpu.py \
+  decode_loop_gpu.py sampling_gpu.py model_gpu.py)
 # One thread a process: OpenMP threads that spin while others want the core cost more than they do.
 ONE_THREAD := OMP_NUM_THREADS=1
 
@@ -163,7 +164,8 @@ gpu-sanitize: compiler $(STAMPS)/test
 	$(PY) docs/generate_faults.py
 
 gpu-endurance: compiler $(STAMPS)/test
-	$(ONE_THREAD) $(PY) python_tests/run_endurance.py --output build/results/$(GPU)/endurance.json
+	$(ONE_THREAD) $(PY) python_tests/run_endurance.py --workers $(WORKERS) \
+	  --output build/results/$(GPU)/endurance.json
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/endurance.json docs/results/$(GPU)/
 	$(PY) docs/generate_faults.py

@@ -224,6 +224,18 @@ def figures(machine: str, name: str, head: str, metrics: Sequence[str]) -> str:
     return table([head, *metrics], lines) + where(meta)
 
 
+def sanitizers_gpu() -> str:
+    """The table, and which kernels the errors are in."""
+    text = figures("h200", "sanitizers", "tool", SANITIZED)
+    lines = [
+        f"- {row['case']}, {row['metric']}: "
+        + ", ".join(f"`{kernel}` ({count:,})" for kernel, count in sorted(row["kernels"].items()))
+        for row in rows("h200", "sanitizers")[1]
+        if row.get("kernels")
+    ]
+    return "\n".join([text, *(["", "By kernel:", "", *lines] if lines else [])])
+
+
 def planted_faults() -> str:
     """Every planted fault, the test that has to go red, and whether it did."""
     planted = runpy.run_path(str(TESTS / "planted_faults.py"))["PLANTED"]
@@ -258,13 +270,22 @@ def document() -> str:
         properties_gpu=figures("h200", "properties", "calls", ("examples", "failures")),
         fuzz=figures("cpu", "fuzz", "target", ("executions", "findings")),
         sanitizers=figures("cpu", "sanitizers", "sanitizers", ("errors", "tests")),
-        sanitizers_gpu=figures("h200", "sanitizers", "tool", ("errors", "tests", "elsewhere")),
+        sanitizers_gpu=sanitizers_gpu(),
         endurance=figures("h200", "endurance", "checkpoint", ENDURED),
         planted=planted_faults(),
     )
 
 
-ENDURED = ("steps", "tokens", "requests", "requests compared", "GPU bytes grown", "failures")
+SANITIZED = ("errors", "tests", "tests left", "errors in cuBLAS")
+ENDURED = (
+    "processes",
+    "steps",
+    "tokens",
+    "requests",
+    "requests compared",
+    "GPU bytes grown",
+    "failures",
+)
 
 PAGE = """\
 # Faults
@@ -303,8 +324,8 @@ On the CPU, by the bodies of the library and by those of plain PyTorch:
 
 {properties}
 
-On a GPU (25 examples of each test ran on an H200 before, and found what the table above says of
-windows, of experts without columns and of V; they have not run again since):
+On a GPU, by the kernels and by the general bodies (25 examples of each test, before these, found
+what the table above says of windows, of experts without columns and of V):
 
 {properties_gpu}
 
@@ -329,10 +350,11 @@ the CPU tests that call it:
 
 `make gpu-sanitize` runs `python_tests/gpu/test_sanitized_gpu.py`, whose calls are to launch every
 kernel once (its last test asks torch's profiler whether they do), under compute-sanitizer's
-memcheck, initcheck, synccheck and racecheck. Errors in kernels of torch's libraries are counted
-apart, as "elsewhere". Of its tests 17 have run under the four tools on an H200: memcheck, synccheck
-and racecheck found nothing; initcheck found 64 reads, of which those that were looked at are of
-torch's own product. The whole:
+memcheck, initcheck, synccheck and racecheck. Errors are those of every kernel, torch's copies and
+comparisons among them: those read what the kernels here have written. Only what lies in cuBLAS's
+products is counted apart: they may read padding that nobody wrote. So that it hides nothing, every
+input of such a product is read by a kernel of torch's before, element by element, and an input that
+nobody had written would be an error there.
 
 {sanitizers_gpu}
 
@@ -348,18 +370,15 @@ graph replays beside eager calls and a capture that runs out of memory, is
 Endurance (`make gpu-endurance`): a million decode steps of flint-tiny, each of up to eight requests
 that come with prompts of random lengths and stay for a random time. Of 1% of the requests every
 token and the last logits have to be, to the bit, those of the model's own steps, made again without
-graphs; counters have to be zero, pages free, and memory what it was. 26,000 steps on an H200 found
-nothing wrong with counters, pages and memory, but were too few for a request to be compared. The
-whole:
+graphs; counters have to be zero, pages free, and memory what it was. Processes share the steps,
+each with a model, decoders and requests of its own, at once on one GPU.
 
 {endurance}
 
 ## Planted faults
 
 A suite that nothing can make red shows nothing. `make planted` puts each of these into a copy of
-the tree and runs the test beside it; `make gpu-planted` those that show on a GPU alone. A run on an
-H200, whose rows were not kept, caught both missing waits, and not the counter by the test that was
-named for it then; it has another one now.
+the tree and runs the test beside it; `make gpu-planted` those that show on a GPU alone.
 
 {planted}
 

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +23,17 @@ from flint_kernels import results
 from flint_kernels.model import Flint
 from microbench.forward import case as cases
 from microbench.forward import profile
-from microbench.forward.__main__ import AT_MOST_S, free, full_size
 from microbench.forward.case import Case
 from microbench.forward.stacks import STEPS, description, stack
 from microbench.forward.step import Step
+from microbench.forward.timing import AT_MOST_S, free, full_size
 from microbench.kernels import HEAD, aligned, line
 from microbench.timer import Replay, Timer
 
 BENCH = "ablation"
 DEFAULT = ("decode=1@100000", "prefill=8192")
-# Of final hidden states, with the same experts for all: a guard against timing something else.
+# Of final hidden states, with the same experts for all: a guard against timing something else. How
+# far the stacks are apart by their roundings stands in the rows.
 _AGREEMENT = 0.1
 
 
@@ -46,9 +48,14 @@ def forward_of(step: Step, number: int, routing: str = "natural") -> Callable[[]
 
 
 def measure(model: Flint, case: Case, timer: Timer) -> list[results.Row]:
-    """Two rows a step."""
+    """Two rows a step.
+
+    Raises ValueError for a prompt on top of a past, which the stock stack cannot attend to, and
+    RuntimeError where a step computes something else than the last one.
+    """
+    check_case(case)
     step = Step(model, case)
-    check(step)
+    apart = distances(step)
     replays = {}
     kernels = {}
     for number, name in enumerate(STEPS):
@@ -58,25 +65,39 @@ def measure(model: Flint, case: Case, timer: Timer) -> list[results.Row]:
     rows = []
     for number, name in enumerate(STEPS):
         label = f"{case.text} step={number}:{name}"
-        more = {"checkpoint": model.weight_format}
+        more: dict[str, Any] = {"checkpoint": model.weight_format}
         if number == 0:
             more["stock"] = description(model.weight_format)
-        rows.append(results.row(BENCH, label, "us", times[name], **more))
+        rows.append(results.row(BENCH, label, "us", times[name], distance=apart[number], **more))
         rows.append(results.row(BENCH, label, "kernels", [kernels[name]], **more))
     return rows
 
 
-def check(step: Step) -> None:
-    """Raises RuntimeError where a step's stack computes something else than the last one's."""
+def check_case(case: Case) -> None:
+    """Raises ValueError where the stock stack's attention does not take the case."""
+    if not case.decodes and any(request.new < request.length for request in case.requests):
+        raise ValueError(
+            f"case: got {case.text!r}, which has a prompt on top of a past; want requests of one "
+            "token each, or prompts without a past"
+        )
+
+
+def distances(step: Step) -> list[float]:
+    """How far the hidden states of each step's stack are from the last one's, relatively.
+
+    Raises RuntimeError where that is as far as another computation would be.
+    """
     want = forward_of(step, len(STEPS) - 1, "balanced")().float()
+    found = []
     for number, name in enumerate(STEPS):
         got = forward_of(step, number, "balanced")().float()
-        distance = float((got - want).norm() / want.norm())
-        if not distance < _AGREEMENT:
+        found.append(float((got - want).norm() / want.norm()))
+        if not found[-1] < _AGREEMENT:
             raise RuntimeError(
-                f"{step.case.text} step {number} ({name}): its hidden states are {distance:.3g} "
+                f"{step.case.text} step {number} ({name}): its hidden states are {found[-1]:.3g} "
                 f"from those of the last step, relatively; want less than {_AGREEMENT}"
             )
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         chosen = [cases.parse(text) for text in options.case or DEFAULT]
+        for case in chosen:
+            check_case(case)
     except ValueError as error:
         parser.error(str(error))
     if not torch.cuda.is_available():

@@ -3,13 +3,15 @@
     python -m microbench.load FOLDER --output docs/results/h200
 
 The file is 23 GB. It is read twice: as it lies in the page cache after writing, and, where the
-system lets its pages be dropped, from the disk. The loaded model is compared with the one that was
-written, bit by bit.
+system lets its pages be dropped, from the disk; where it does not, there are no rows of the disk.
+The loaded model is compared with the one that was written, bit by bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import mmap
 import os
 import sys
 import tempfile
@@ -17,6 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,11 +65,28 @@ def anonymous_bytes() -> int:
     return 0
 
 
-def drop_cached_pages(path: Path) -> None:
-    """Asks the system to forget the file's pages, which then have to be read again."""
+def drop_cached_pages(path: Path) -> bool:
+    """Has the system forget the file's pages, which then have to be read again; False where it
+    keeps more than a hundredth of them."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return cached_share(path) < 0.01
+
+
+def cached_share(path: Path) -> float:
+    """How much of a file is in the page cache; 1 where the system does not say."""
+    pages = -(-path.stat().st_size // mmap.PAGESIZE)
+    resident = (ctypes.c_ubyte * pages)()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        asked = ctypes.CDLL(None, use_errno=True).mincore(
+            ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), resident
+        )
+        del start  # which would keep the mapping
+    if asked != 0:
+        return 1.0
+    return int(torch.frombuffer(resident, dtype=torch.uint8).bitwise_and(1).sum()) / pages
 
 
 def differences(one: Flint, two: Flint) -> list[str]:
@@ -82,35 +102,47 @@ def differences(one: Flint, two: Flint) -> list[str]:
     ]
 
 
+def write(model: Flint, path: Path, case: str = CASE) -> list[results.Row]:
+    """Writes the file; how long it took."""
+    start = time.perf_counter()
+    save_gguf(model, path, progress=False)
+    seconds = time.perf_counter() - start
+    return [results.row(BENCH, f"{case} write", "s", [seconds], **of_file(path))]
+
+
+def read(model: Flint, path: Path, source: str, case: str = CASE) -> list[results.Row]:
+    """Loads the file, from page cache or disk as `source` says: time, rate and host memory.
+
+    Raises RuntimeError where what was loaded is not `model`.
+    """
+    with Peak() as peak:
+        start = time.perf_counter()
+        loaded = load(path, device=model.device, progress=False)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    wrong = differences(model, loaded)
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} tensors differ from what was written: {wrong[:5]}")
+    more = of_file(path) | {"from": source}
+    label = case if source == "page cache" else f"{case} {source}"
+    figures = {"s": seconds, "GB/s": more["file_bytes"] / seconds / 1e9, "bytes": peak.extra}
+    return [results.row(BENCH, label, metric, [value], **more) for metric, value in figures.items()]
+
+
+def of_file(path: Path) -> dict[str, Any]:
+    return {"checkpoint": "nvfp4", "file_bytes": path.stat().st_size}
+
+
 def measure(
     config: FlintConfig, folder: Path, device: torch.device, case: str = CASE
 ) -> list[results.Row]:
     model = synthetic(config, "nvfp4", device=device)
     path = folder / "model.gguf"
-    start = time.perf_counter()
-    save_gguf(model, path, progress=False)
-    written = time.perf_counter() - start
-    size = path.stat().st_size
-    of_file = {"checkpoint": "nvfp4", "file_bytes": size}
-    rows = [results.row(BENCH, f"{case} write", "s", [written], **of_file)]
-    for name in ("page cache", "disk"):
-        if name == "disk":
-            drop_cached_pages(path)
-        with Peak() as peak:
-            start = time.perf_counter()
-            loaded = load(path, device=device, progress=False)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-        wrong = differences(model, loaded)
-        if wrong:
-            raise RuntimeError(f"{len(wrong)} tensors differ from what was written: {wrong[:5]}")
-        more = of_file | {"from": name}
-        label = case if name == "page cache" else f"{case} {name}"
-        rows.append(results.row(BENCH, label, "s", [seconds], **more))
-        rows.append(results.row(BENCH, label, "GB/s", [size / seconds / 1e9], **more))
-        rows.append(results.row(BENCH, label, "bytes", [peak.extra], **more))
-        del loaded
+    rows = write(model, path, case)
+    rows += read(model, path, "page cache", case)
+    if drop_cached_pages(path):
+        rows += read(model, path, "disk", case)
     return rows
 
 

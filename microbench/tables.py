@@ -418,13 +418,17 @@ def forward_headlines() -> str:
     meta, rows = read(GPU, "forward")
     shown = [row for row in rows if row["case"].split(" ")[0] in FORWARD_HEADLINES]
     lines = [[*line[:5], line[6]] for line in forward_tables.forward_lines(shown)]
-    tokens = [row for row in read(GPU, "token")[1] if row["case"] in FORWARD_HEADLINES]
+    of_tokens, tokens = read(GPU, "token")
+    tokens = [row for row in tokens if row["case"] in FORWARD_HEADLINES]
     lines += [["a token end to end, " + line[0], *line[1:5], ""] for line in
               forward_tables.token_lines(tokens)]  # fmt: skip
     if not lines:
         return NOT_MEASURED
     head = [*forward_tables.FORWARD_HEAD[:5], "kernels"]
-    return markdown(head, lines) + conditions(meta)
+    measured = conditions(meta or of_tokens)
+    if meta and tokens and of_tokens != meta:
+        measured += f"\n\nTokens end to end: {conditions(of_tokens).strip()}"
+    return markdown(head, lines) + measured
 
 
 def ablation_picture() -> str:
@@ -507,7 +511,7 @@ def wheel() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "ablation": ablation,
     "long-run": partial(
-        of_file, "long_run", forward_tables.ENDURANCE_HEAD, forward_tables.endurance_lines
+        of_file, "long_run", forward_tables.LONG_RUN_HEAD, forward_tables.long_run_lines
     ),
     "ablation-picture": ablation_picture,
     "forward": forward,

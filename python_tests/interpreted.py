@@ -316,6 +316,29 @@ def test_Q5_grouping(title: str, ids: torch.Tensor) -> None:
     assert title
 
 
+def test_one_choice_out_of_a_wider_tensor() -> None:
+    """[M, 1] with strides of its own, of which a reshape to [M] is a view."""
+    weights = (op_samples.randn(4, 32, 32) / 6, op_samples.randn(4, 32, 16) / 4)
+    wide, x = int32(*range(-1, 11)).view(6, 2) % 5 - 1, randn(6, 32)
+    for ids in (wide[:, :1], wide[:, 1:], wide.T[:1].T):
+        args = (x, torch.rand(6, 2)[:, :1], ids, *weights)
+        bound = REGISTRY["bf16_routed_experts"].bind(args, {})
+        want = cpu.reference_body("bf16_routed_experts")(**in_fp32(bound))
+        assert_close(run("bf16_routed_experts", *args), want)
+
+
+def test_a_kernel_gets_no_strides_that_it_does_not_know() -> None:
+    from flint_kernels.backends.triton.experts import Plan, expert_matmul
+
+    ids = int32(0, 1, 2, 3)[::2]
+    plan = Plan(16, 2, None, ids, None, None)
+    with pytest.raises(ValueError, match=r"block_expert got strides \(2,\)"):
+        expert_matmul(
+            torch.ones(2, 16), plan, torch.zeros(2, 16), torch.ones(4, 16, 16), None, None,
+            gated=False,
+        )  # fmt: skip
+
+
 def test_R3_R4_slots() -> None:
     """Slots outside the cache write nothing, and rows beyond the last slot are padding."""
     k, v = randn(6, 2, 16), randn(6, 2, 16, seed=1)

@@ -11,6 +11,7 @@ test_fault_cases.py holds every edit to the sources, so that none goes stale.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ WORK = ROOT / "build" / "planted"
 COPIED = ("csrc", "docs", "flint_kernels", "fuzz", "microbench", "python_tests")
 FILES = ("Makefile", "README.md", "pyproject.toml", "requirements.txt", "setup.py")
 LIBRARY = Path("flint_kernels/lib")
+SOURCES = "sources.sha256"  # beside a library that was built beforehand: what it was built of
 
 
 @dataclass(frozen=True)
@@ -225,8 +227,25 @@ class Copy:
         if fault.compiled and self.libraries is None:
             self.rebuild()
         elif fault.compiled and self.libraries is not None:
+            self._check_sources(fault, self.libraries / fault.folder)
             self.put_library(self.libraries / fault.folder)
         return sound
+
+    def sources(self) -> str:
+        """A hash of all that a library is built of."""
+        digest = hashlib.sha256()
+        for path in sorted(path for path in (self.path / "csrc").rglob("*") if path.is_file()):
+            digest.update(path.relative_to(self.path).as_posix().encode() + b"\0")
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    def _check_sources(self, fault: Planted, library: Path) -> None:
+        """A library of other sources may fail the test for reasons of its own."""
+        if (library / SOURCES).read_text(encoding="ascii") != self.sources():
+            raise RuntimeError(
+                f"{library}: got a library of other sources; want one of this tree's with the "
+                "fault. Build it again: --build."
+            )
 
     def take_out(self, fault: Planted, sound: str) -> None:
         """The copy is as it was, its library too."""
@@ -266,6 +285,7 @@ def build(faults: list[Planted], device: str, output: Path) -> None:
         if fault.compiled:
             sound = copy.plant(fault)
             shutil.copytree(copy.path / LIBRARY, output / fault.folder, dirs_exist_ok=True)
+            (output / fault.folder / SOURCES).write_text(copy.sources(), encoding="ascii")
             copy.take_out(fault, sound)
 
 

@@ -6,14 +6,16 @@ A step is one decode step of a whole batch, on a GPU the replay of a CUDA graph,
 Requests begin with a random prompt, which is prefilled, and stay for a random number of greedy
 steps; how many are live wanders from 1 to 8, so that every graph is in use and pages change hands
 all the time. Lanes are decoders on streams of their own, with caches of their own, that take turns.
+--workers shares the steps between processes, each with its own model, lanes and random numbers.
 
 Each tenth of the run ends with no live request, and then
 
 - a sampled 1% of its requests is decoded again, slowly: by the model's own step, op by op without
   graphs, buffers that stay and PDL, in a cache of its own, beside other requests than before. Every
   token and the last logits have to be the same to the bit: the ops promise a row's bits whatever is
-  beside it. Whether anything is does count (`docs/numerics.md`), so a step that a request made
-  alone is made alone again, and one among others among others;
+  beside it. How many rows there are does count (`docs/numerics.md`): kernels of one row, of two to
+  eight and of more sum in orders of their own. So a step that a request made alone is made alone
+  again, and one among others among one to seven others;
 - every counter of a workspace is to be zero, and every page and request of the caches free;
 - torch's memory on the GPU is to be what it was after the first tenth, to the byte, and the
   process's own within 16 MiB.
@@ -24,13 +26,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import multiprocessing
 import random
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -99,8 +102,9 @@ def advance(logits: Tensor, rows: Sequence[Request]) -> Tensor:
 class Lane:
     """A decoder, its cache and its stream, and the requests that are live there."""
 
-    def __init__(self, model: Flint, seed: int, *, graphs: bool) -> None:
+    def __init__(self, model: Flint, seed: int, *, graphs: bool, stay: int) -> None:
         self.model = model
+        self.stay = stay  # steps of a request, at most
         self.cache = make_cache(model)
         self.decoder = GraphDecoder(model, self.cache, graphs=graphs)
         self.stream = torch.cuda.Stream() if model.device.type == "cuda" else None
@@ -134,11 +138,11 @@ class Lane:
     def _come(self, share: float) -> None:
         draw = self.random
         # Now a few at once, now none for a while: mean stay over mean pause is some 5 requests.
-        self.pause = draw.choice((0, 0, draw.randint(1, max(1, LONGEST_STAY // 2))))
+        self.pause = draw.choice((0, 0, draw.randint(1, max(1, self.stay // 2))))
         vocabulary = self.model.config.vocab_size
         request = Request(
             prompt=[draw.randrange(vocabulary) for _ in range(draw.randint(1, LONGEST_PROMPT))],
-            steps=draw.randint(1, LONGEST_STAY),
+            steps=draw.randint(1, self.stay),
             sampled=draw.random() < share,
         )
         token = begin(self.model, self.cache, request)
@@ -180,32 +184,33 @@ class Slow:
 
     def __init__(self, model: Flint) -> None:
         self.model = model
-        self.cache = make_cache(model, requests=LIVE + 1)
+        self.cache = make_cache(model)
 
-    def differing(self, requests: Sequence[Request]) -> int:
-        """How many of the requests come out otherwise."""
-        wrong = 0
+    def differing(self, requests: Sequence[Request]) -> list[str]:
+        """What came out otherwise, one string a request that did."""
         longest_first = sorted(requests, key=lambda request: -request.steps)
-        for first in range(0, len(longest_first), LIVE):
-            wrong += self._batch(longest_first[first : first + LIVE])
-        return wrong
+        most = LIVE - 1  # beside their company: kernels of more rows than LIVE sum otherwise
+        batches = range(0, len(longest_first), most)
+        return [text for at in batches for text in self._batch(longest_first[at : at + most])]
 
-    def _batch(self, requests: Sequence[Request]) -> int:
+    def _batch(self, requests: Sequence[Request]) -> list[str]:
         twins = [Request(request.prompt, request.steps, True) for request in requests]
         others = Request([0], twins[0].steps, False)  # company for one that was not alone
         ids = {id(twin): begin(self.model, self.cache, twin) for twin in (*twins, others)}
         for step in range(twins[0].steps):
-            together = [others]
+            together = []
             for twin, request in zip(twins, requests, strict=True):
                 if step < twin.steps and request.alone[step]:
                     self._step([twin], ids)
                 elif step < twin.steps:
                     together.append(twin)
-            if together != [others]:
-                self._step(together, ids)
+            if together:
+                # Never more than a decoder has at once: more rows are summed otherwise again.
+                self._step(together if len(together) > 1 else [*together, others], ids)
         for twin in (*twins, others):
             self.cache.release(twin.slot)
-        return sum(not same(one, two) for one, two in zip(requests, twins, strict=True))
+        differences = map(difference, requests, twins)
+        return [text for text in differences if text]
 
     @torch.inference_mode()
     def _step(self, rows: Sequence[Request], ids: dict[int, Tensor]) -> None:
@@ -218,13 +223,17 @@ class Slow:
         )
 
 
-def same(one: Request, two: Request) -> bool:
-    """Every token, and the bits of the last logits."""
+def difference(one: Request, two: Request) -> str:
+    """The first token that is another, or that a bit of the last logits is; "" where none is."""
     assert one.tokens is not None and two.tokens is not None
     assert one.logits is not None and two.logits is not None
-    return torch.equal(one.tokens, two.tokens) and torch.equal(
-        one.logits.view(torch.int32), two.logits.view(torch.int32)
-    )
+    name = f"a request of {len(one.prompt)} + {one.steps} tokens, {sum(one.alone)} alone"
+    other = torch.nonzero(one.tokens != two.tokens).flatten().tolist()
+    if other:
+        alone = "alone" if other[0] > 0 and one.alone[other[0] - 1] else "not alone"
+        return f"{name}: token {other[0]}, drawn {alone}, is another"
+    bits = one.logits.view(torch.int32) != two.logits.view(torch.int32)
+    return f"{name}: {int(bits.sum())} of the last logits differ" if bits.any() else ""
 
 
 def memory(device: torch.device) -> tuple[int, int]:
@@ -242,6 +251,8 @@ def endure(
     share: float = 0.01,
     graphs: bool = True,
     seconds: float = math.inf,
+    seed: int = 0,
+    stay: int = LONGEST_STAY,
 ) -> tuple[dict[str, float], list[str]]:
     """Runs at least `steps` steps; what was counted, and what was wrong.
 
@@ -249,8 +260,10 @@ def endure(
         seconds: after which no more requests come, however many steps there were.
         share: of the requests, sampled to be decoded again.
         graphs: False, and on the CPU, makes the steps eagerly.
+        seed: another one, other requests.
+        stay: steps of a request, at most.
     """
-    running = [Lane(model, seed, graphs=graphs) for seed in range(lanes)]
+    running = [Lane(model, seed * lanes + lane, graphs=graphs, stay=stay) for lane in range(lanes)]
     slow = Slow(model)
     compared = 0
     found: list[str] = []
@@ -266,9 +279,10 @@ def endure(
             torch.cuda.synchronize()
         for lane in running:
             found += [f"part {part}, {problem}" for problem in lane.problems()]
-            wrong = slow.differing(lane.finished)
-            found += [f"part {part}: {wrong} requests differ"] if wrong else []
-            compared += len(lane.finished)
+        sampled = [request for lane in running for request in lane.finished]
+        found += [f"part {part}, {problem}" for problem in slow.differing(sampled)]
+        compared += len(sampled)
+        for lane in running:
             lane.finished.clear()
         now = memory(model.device)
         first = first or now
@@ -285,26 +299,53 @@ def endure(
     return {**counts, "GPU bytes grown": grown[0], "process bytes grown": grown[1]}, found
 
 
+def shared(options: argparse.Namespace, seed: int) -> tuple[dict[str, float], list[str]]:
+    """What one process runs of the steps."""
+    model = load(options.checkpoint, device=options.device, max_positions=POSITIONS)
+    start = time.perf_counter()
+    counts, found = endure(
+        model,
+        -(-options.steps // options.workers),
+        lanes=options.lanes,
+        share=options.share,
+        graphs=options.device != "cpu",
+        seconds=options.seconds,
+        seed=seed,
+        stay=options.stay,
+    )
+    return counts | {"s": time.perf_counter() - start}, [f"{seed}: {one}" for one in found]
+
+
+def together(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The counts of all processes; of what each has for itself the largest."""
+    own = ("GPU bytes grown", "process bytes grown", "s")
+    return {
+        name: (max if name in own else sum)([counts[name] for counts in parts]) for name in parts[0]
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--output", required=True, help="the JSON file to be written")
-    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=1_000_000, help="of all processes")
     parser.add_argument("--seconds", type=float, default=math.inf, help="at most, about")
-    parser.add_argument("--lanes", type=int, default=2, help="decoders that take turns")
+    parser.add_argument("--share", type=float, default=0.01, help="of the requests, compared")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--lanes", type=int, default=2, help="decoders of each that take turns")
+    parser.add_argument("--stay", type=int, default=LONGEST_STAY, help="steps, at most")
     parser.add_argument("--checkpoint", default="flint-tiny")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="of a tree that is no git checkout")
     options = parser.parse_args(argv)
-    model = load(options.checkpoint, device=options.device, max_positions=POSITIONS)
-    start = time.perf_counter()
-    graphs = options.device != "cpu"
-    counts, found = endure(
-        model, options.steps, lanes=options.lanes, graphs=graphs, seconds=options.seconds
-    )
-    seconds = time.perf_counter() - start
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, mp_context=spawned) as pool:
+        running = [pool.submit(shared, options, seed) for seed in range(options.workers)]
+        done = [future.result() for future in running]
+    counts = together([part[0] for part in done])
+    found = [problem for part in done for problem in part[1]]
     sys.stdout.writelines(f"{problem}\n" for problem in found)
-    sys.stdout.write(f"{counts['steps']:.0f} steps in {seconds:.1f} s\n")
-    measured: dict[str, Any] = {**counts, "failures": float(len(found)), "s": seconds}
+    sys.stdout.write(f"{counts['steps']:.0f} steps in {counts['s']:.1f} s\n")
+    measured = {**counts, "failures": float(len(found)), "processes": float(options.workers)}
     rows = [
         results.row("endurance", options.checkpoint, metric, [float(value)])
         for metric, value in measured.items()

@@ -145,12 +145,17 @@ def test_advance_is_the_reference_s(library: Any) -> None:
 
     seq_lens = integers(0, width * page + 1, rows)
     seq_lens[:3] = torch.tensor([0, width * page, 16])
+    positions = (seq_lens - 1).clamp(min=0)
+    # Positions and lengths that no row can have: nothing may be read or written by them.
+    worst = [-(1 << 31), -(1 << 31) + 1, -7, -1, 0, 1 << 30, (1 << 31) - 2, (1 << 31) - 1]
+    pairs = torch.cartesian_prod(*2 * [torch.tensor(worst, dtype=torch.int32)])
+    positions[-64:], seq_lens[-64:] = pairs.T
     step = [
         integers(-1, 99, rows, dtype=torch.int64),  # tokens
         integers(0, 9, rows, width),
         integers(0, 9, rows, width),
         integers(0, 99, rows, dtype=torch.int64),  # ids
-        (seq_lens - 1).clamp(min=0),
+        positions,
         integers(-1, 40, rows),
         integers(-1, 40, rows),
         seq_lens,

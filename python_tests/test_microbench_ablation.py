@@ -41,10 +41,20 @@ def test_every_step_computes_the_same_forward(
     checkpoint: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Step(tiny.tiny_model(checkpoint), parse(text))
-    ablation.check(step)
+    apart = ablation.distances(step)
+    assert len(apart) == len(STEPS) and apart[-1] == 0.0
+    assert 0 < apart[0] < 0.1
     monkeypatch.setattr(stacks, "rotated", lambda x, cos, sin: x)
     with pytest.raises(RuntimeError, match=r"step 0 \(stock\): its hidden states are"):
-        ablation.check(step)
+        ablation.distances(step)
+
+
+def test_a_prompt_on_top_of_a_past_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"case: got 'chunk=50@120', which has a prompt on top"):
+        ablation.measure(tiny.tiny_model(), parse("chunk=50@120"), None)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        ablation.main(["mix=20,1@40,8@90"])
+    assert "want requests of one token each, or prompts" in capsys.readouterr().err
 
 
 def test_each_step_takes_away_what_stock_has() -> None:

@@ -18,7 +18,7 @@ from flint_kernels.generation import DecodeLoop
 from flint_kernels.model.batch import DecodeBatch, PrefillBatch
 from microbench import forward_tables
 from microbench.forward import __main__ as forward
-from microbench.forward import profile, suite, token, work
+from microbench.forward import profile, suite, timing, token, work
 from microbench.forward.case import DEFAULT, Request, parse
 from microbench.forward.step import Step, filled_cache
 from microbench.roofs import Roofs
@@ -171,7 +171,7 @@ def test_kernels_of_a_trace_add_up_to_the_whole() -> None:
 
 def test_rows_of_a_profile_name_case_and_checkpoint() -> None:
     kernels = profile.kernels_of({"traceEvents": [event("a", 0.0, 2.0, grid=7)]})
-    [row] = forward.kernel_rows("decode=1@100 nvfp4", kernels)
+    [row] = timing.kernel_rows("decode=1@100 nvfp4", kernels)
     assert (row["case"], row["checkpoint"], row["kernel"]) == ("decode=1@100", "nvfp4", "a")
     assert (row["median"], row["grid"], row["launches"]) == (2.0, [7, 1, 1], 1)
     assert json.dumps(row)
@@ -202,12 +202,12 @@ class Replayed:
 def test_a_case_gives_rows_of_both_routings_and_its_kernels(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "Replay", Replayed)
+    monkeypatch.setattr(timing, "Replay", Replayed)
     kernels = [profile.Kernel("a", (1,), (32,), 0.0, 1.0)] * 5
-    monkeypatch.setattr(forward.profile, "record", lambda replay: replay() or kernels)
+    monkeypatch.setattr(timing.profile, "record", lambda replay: replay() or kernels)
     roof = Roofs(bytes_a_us=1e6, flop_a_us=1e8)
     with torch.inference_mode():
-        rows, found = forward.measure(tiny.tiny_model(), parse(text), StandInTimer(), roof)  # type: ignore[arg-type]
+        rows, found = timing.measure(tiny.tiny_model(), parse(text), StandInTimer(), roof)  # type: ignore[arg-type]
     natural, balanced, count = rows
     assert found == kernels
     assert (natural["bench"], natural["case"], natural["metric"]) == ("forward", text, "us")
@@ -251,7 +251,8 @@ def test_a_run_decodes_from_the_case_s_length(monkeypatch: pytest.MonkeyPatch) -
     token.check_tokens(found, tiny.CONFIG.vocab_size)
     with pytest.raises(RuntimeError, match="tokens: got ids from -1"):
         token.check_tokens(replace(found, tokens=[[-1]]), tiny.CONFIG.vocab_size)
-    rows = token.endurance_rows(found, parse("decode2=2*1@40"), "nvfp4", 10)
+    roof = Roofs(bytes_a_us=1.0, flop_a_us=1e9)
+    rows = token.long_run_rows(model, parse("decode2=2*1@40"), found, 10, roof)
     assert [row["metric"] for row in rows] == ["us", "us", "steps"]
     assert rows[2]["bytes_of_drift"] == 0 and rows[2]["tokens_drawn"] > 3
 
@@ -306,7 +307,7 @@ def test_the_plot_of_forwards_has_a_panel_for_each_axis() -> None:
 
 
 def test_the_tables_of_kernels_and_tokens() -> None:
-    kernels = forward.kernel_rows(
+    kernels = timing.kernel_rows(
         "decode=1@100000 nvfp4",
         profile.kernels_of({"traceEvents": [event("a", 0, 3.0), event("b", 3.0, 1.0)]}),
     )
@@ -323,10 +324,15 @@ def test_the_tables_of_kernels_and_tokens() -> None:
 
 def test_the_table_of_a_long_run() -> None:
     model = tiny.tiny_model()
-    found = token.Run([10.0] * 40, [[1], [2]], [5, 5])
-    rows = token.endurance_rows(found, parse("decode=1@90"), model.weight_format, 2000)
-    [line] = forward_tables.endurance_lines(rows)
-    assert line == ["`decode=1@90`", "NVFP4", "2000", "10", "10", "0"]
+    found = token.Run([10.0] * 20 + [12.0] * 20, [[1], [2]], [5, 5])
+    roof = Roofs(bytes_a_us=1e6, flop_a_us=1e12)
+    rows = token.long_run_rows(model, parse("decode=1@90"), found, 2000, roof)
+    first, last, _ = rows
+    # A thousand keys more in the two layers without a window: K and V of two heads of 32, BF16.
+    assert last["floor"] - first["floor"] == pytest.approx(2 * 1000 * 2 * 2 * 2 * 32 / 1e6)
+    [line] = forward_tables.long_run_lines(rows)
+    assert line == ["`decode=1@90`", "NVFP4", "2000", "10", "10.5", "12", "0"]
+    assert len(line) == len(forward_tables.LONG_RUN_HEAD)
 
 
 # The suite.
@@ -360,8 +366,8 @@ def test_every_part_of_the_suite_gives_rows_of_its_file(monkeypatch: pytest.Monk
     monkeypatch.setattr(suite.token, "DEFAULT", ("decode=1@40",))
     monkeypatch.setattr(token, "_WARM", 1)
     monkeypatch.setattr(token, "_PART", 2)
-    monkeypatch.setattr(forward, "Replay", Replayed)
-    monkeypatch.setattr(forward.profile, "record", lambda replay: [])
+    monkeypatch.setattr(timing, "Replay", Replayed)
+    monkeypatch.setattr(timing.profile, "record", lambda replay: [])
     monkeypatch.setattr(suite, "Timer", lambda *_: StandInTimer())
     roof = Roofs(bytes_a_us=1e6, flop_a_us=1e8)
     options = suite.Options(steps=4, roof=roof)

@@ -74,6 +74,7 @@ def test_a_path_that_is_off_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loading_writes_reads_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "drop_cached_pages", lambda path: True)
     rows = load.measure(tiny_config(), tmp_path, torch.device("cpu"), "gguf tiny")
     assert [(row["case"], row["metric"]) for row in rows] == [
         ("gguf tiny write", "s"),
@@ -86,6 +87,9 @@ def test_loading_writes_reads_and_compares(tmp_path: Path, monkeypatch: pytest.M
     ]
     assert all(row["median"] > 0 for row in rows if row["metric"] != "bytes")
     assert len(forward_tables.load_lines(rows)) == 7
+    monkeypatch.setattr(load, "drop_cached_pages", lambda path: False)
+    kept = load.measure(tiny_config(), tmp_path, torch.device("cpu"), "gguf tiny")
+    assert [row["case"] for row in kept] == ["gguf tiny write", *["gguf tiny"] * 3]
     real = load.load
 
     def damaged(*arguments: object, **options: object) -> object:
@@ -96,6 +100,13 @@ def test_loading_writes_reads_and_compares(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(load, "load", damaged)
     with pytest.raises(RuntimeError, match=r"1 tensors differ .*layers.0.self_attn.sinks"):
         load.measure(tiny_config(), tmp_path, torch.device("cpu"))
+
+
+def test_what_the_page_cache_holds(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(10_000_001))
+    assert load.cached_share(path) == 1.0
+    assert load.drop_cached_pages(path) == (load.cached_share(path) < 0.01)
 
 
 def test_the_peak_is_of_what_is_in_use() -> None:

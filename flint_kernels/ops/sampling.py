@@ -174,7 +174,8 @@ def decode_advance(
     A row that is full gets slot -1, where nothing is written: it has no next step.
 
     Values: positions that are not the lengths - 1, or a length beyond the table, are an error on
-    the CPU and with FLINT_KERNELS_CHECK_VALUES; on a GPU without it such a row is as a full one.
+    the CPU and with FLINT_KERNELS_CHECK_VALUES; on a GPU without it such a row is as a full one,
+    and its new position is its length.
     """
     check = Checker("decode_advance", "tokens", tokens)
     long = (torch.int64,)

@@ -36,8 +36,8 @@ def aligned_rows(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def exp_rows(x: torch.Tensor) -> torch.Tensor:
-    """exp of [M, D] fp32, a row at a time."""
-    if x.shape[0] <= 1:
+    """exp of [M, D] fp32, a row at a time on a CPU."""
+    if x.shape[0] <= 1 or x.is_cuda:
         return torch.exp(x)
     return torch.stack([torch.exp(row) for row in x.unbind(0)])
 

@@ -103,16 +103,19 @@ def decode_advance(
 ) -> None:
     """Whatever the data decides is decided by torch.where, so that a CUDA graph can hold it."""
     live = seq_lens > 0
-    new = positions + 1
+    width = block_table.shape[1]
+    sound = (positions == seq_lens - 1) & (seq_lens.to(torch.int64) <= width * page_size)
+    # By the length, which is above 0, and not by a position, which may be anything; the length
+    # after it has to be a number too.
+    new = seq_lens.clamp(0, (1 << 31) - 2)
     for table, slot in ((block_table, slots), (window_block_table, window_slots)):
-        width = table.shape[1]
         page = torch.div(new, page_size, rounding_mode="floor")
         if width == 0:
             at = torch.full_like(slot, -1)
         else:
             index = page.clamp(0, width - 1).to(torch.int64)[:, None]
             at = table.gather(1, index)[:, 0] * page_size + new % page_size
-        at = torch.where(page < width, at, -1)
+        at = torch.where(sound & (page < width), at, -1)
         slot.copy_(torch.where(live & (slot >= 0), at, slot))
     column = (new % history.shape[1]).to(torch.int64)[:, None]
     old = history.gather(1, column)[:, 0]

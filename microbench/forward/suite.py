@@ -3,7 +3,7 @@
     python -m microbench.forward.suite --output docs/results/h200
     python -m microbench.forward.suite --part ablation --part validate --checkpoint nvfp4
 
-Parts: forward (with its profile), token, ablation, endurance, validate. Each file is written as
+Parts: forward (with its profile), token, ablation, long-run, validate. Each file is written as
 soon as there are rows for it, so that what was measured is there whatever comes of the rest.
 Loading is `microbench.load`'s.
 """
@@ -24,10 +24,9 @@ from flint_kernels import results
 from flint_kernels.backends import cuda
 from flint_kernels.model import Flint
 from microbench import ablation, roofs
-from microbench.forward import __main__ as forward
 from microbench.forward import case as cases
-from microbench.forward import token, validate
-from microbench.forward.__main__ import free, full_size, kernel_rows
+from microbench.forward import timing, token, validate
+from microbench.forward.timing import free, full_size, kernel_rows
 from microbench.kernels import HEAD, aligned, line
 from microbench.roofs import Roofs
 from microbench.timer import Timer
@@ -38,6 +37,7 @@ class Options:
     rounds: int = 31
     steps: int = 1000  # tokens that are timed
     long: int = 10_000  # of the long run
+    cases: tuple[str, ...] = ()  # of the forwards; none: all of them
     roof: Roofs | None = None
 
 
@@ -47,9 +47,9 @@ Rows = Iterator[tuple[str, results.Row]]
 
 def forwards(model: Flint, options: Options) -> Rows:
     assert options.roof is not None
-    for text in cases.DEFAULT:
+    for text in options.cases or cases.DEFAULT:
         case = cases.parse(text)
-        rows, kernels = forward.measure(model, case, Timer(options.rounds), options.roof)
+        rows, kernels = timing.measure(model, case, Timer(options.rounds), options.roof)
         yield from (("forward", row) for row in rows)
         label = f"{text} {model.weight_format}"
         yield from (("forward_kernels", row) for row in kernel_rows(label, kernels))
@@ -72,8 +72,10 @@ def ablations(model: Flint, options: Options) -> Rows:
 
 
 def long_run(model: Flint, options: Options) -> Rows:
+    assert options.roof is not None
     if model.weight_format == "nvfp4":
-        rows = token.endurance(model, cases.parse("decode=1@90000"), options.long)
+        case = cases.parse("decode=1@90000")
+        rows = token.long_run(model, case, options.long, options.roof)
         yield from (("long_run", row) for row in rows)
 
 
@@ -88,7 +90,7 @@ PARTS: dict[str, Callable[[Flint, Options], Rows]] = {
     "forward": forwards,
     "token": tokens,
     "ablation": ablations,
-    "endurance": long_run,
+    "long-run": long_run,
     "validate": validation,
 }
 
@@ -104,7 +106,7 @@ class Files:
 
     def add(self, name: str, row: results.Row) -> None:
         if name not in self.rows:
-            self.rows[name] = list(self._first) if name in ("forward", "token") else []
+            self.rows[name] = list(self._first) if name in ("forward", "token", "long_run") else []
         self.rows[name].append(row)
 
     def write(self) -> None:
@@ -139,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--part", choices=tuple(PARTS), action="append")
     parser.add_argument("--checkpoint", choices=("nvfp4", "bf16"), action="append", metavar="NAME")
+    parser.add_argument("--case", action="append", metavar="CASE", help="a forward; else all")
     parser.add_argument("--rounds", type=int, default=Options.rounds, metavar="N")
     parser.add_argument("--steps", type=int, default=Options.steps, metavar="N")
     parser.add_argument("--output", type=Path, metavar="FOLDER")
@@ -155,12 +158,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = []
     with torch.inference_mode():
         roof, first = None, []
-        if {"forward", "token"} & set(parts):
+        if {"forward", "token", "long-run"} & set(parts):
             roof, first = roofs.measure(Timer(15))
         files = Files(given.output, given.commit, first)
         for checkpoint in given.checkpoint or ["nvfp4", "bf16"]:
             model = full_size(checkpoint, device)
-            options = Options(given.rounds, given.steps, roof=roof)
+            options = Options(given.rounds, given.steps, cases=tuple(given.case or ()), roof=roof)
             failures += run(model, parts, options, files, start)
             del model
             free()

@@ -1,14 +1,14 @@
 """Times tokens end to end: forward, head, sampling and the next step's inputs, one graph a token.
 
     python -m microbench.forward.token --output docs/results/h200
-    python -m microbench.forward.token decode=1@90000 --steps 10000 --endurance
+    python -m microbench.forward.token decode=1@90000 --steps 10000 --long-run
 
 Cases are those of `microbench.forward` whose requests decode. Tokens are drawn with the model's own
 settings (temperature 1.0, top-p 0.95, top-k 20) and come to the host as they would to a user. A
 figure is the time from a step's end to the next one's, K tokens in the cache at the first.
 
-With --endurance the run is one, of --steps tokens: it prints and writes the times at the start and
-at the end, what memory was in use, and faults.
+With --long-run the run of a case is one, of --steps tokens: its rows are the times of the first and
+of the last thousand, each beside the floor at its length, and what memory was in use.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from flint_kernels.model import Flint
 from microbench import roofs
 from microbench.forward import case as cases
 from microbench.forward import work
-from microbench.forward.__main__ import free, full_size
 from microbench.forward.case import Case, Request
 from microbench.forward.step import filled_cache
+from microbench.forward.timing import free, full_size
 from microbench.kernels import HEAD, aligned, line
 from microbench.roofs import Roofs
 from microbench.timer import Timer
 
 BENCH = "token"
+LONG_RUN = "long_run"
 DEFAULT = ("decode=1@4096", "decode=1@100000", "decode8=8*1@100000")
 _WARM = 20  # steps that are not counted
 _PART = 50  # steps of one sample
@@ -71,7 +72,7 @@ class Run:
 
 def run(model: Flint, case: Case, steps: int) -> Run:
     """Decodes `steps` tokens of each of the case's requests, K tokens in the cache at the first."""
-    room = Case(case.text, tuple(Request(1, r.length + steps + _WARM) for r in case.requests))
+    room = grown(case, steps + _WARM)
     # A cache with room for what comes; its requests get the length that the case names.
     cache = filled_cache(model, room)
     for request in cache.requests:
@@ -80,7 +81,7 @@ def run(model: Flint, case: Case, steps: int) -> Run:
     for request, wanted in zip(requests, case.requests, strict=True):
         if wanted.length > 1:
             cache.plan([request], [wanted.length - 1])
-    cache.hold(requests, [r.length + steps + _WARM for r in case.requests])
+    cache.hold(requests, [request.length for request in room.requests])
     graphs = model.device.type == "cuda"
     decoder = GraphDecoder(model, cache, buckets=[len(requests)], graphs=graphs)
     loop = decoder.loop(len(requests))
@@ -118,20 +119,38 @@ def check_tokens(found: Run, vocabulary: int) -> None:
         raise RuntimeError(f"tokens: got ids from {min(tokens)} to {max(tokens)}, want drawn ones")
 
 
-def endurance_rows(found: Run, case: Case, checkpoint: str, steps: int) -> list[results.Row]:
-    """Steps done, and the speed of the first and of the last thousand."""
+def long_run_rows(
+    model: Flint, case: Case, found: Run, steps: int, roof: Roofs
+) -> list[results.Row]:
+    """Tokens, and the times of the first and of the last thousand of them.
+
+    The floors are those of the thousands' middle tokens: their difference is what the growth of the
+    cache explains.
+    """
     parts = max(1, 1000 // _PART)
-    named = {"first": found.times[:parts], "last": found.times[-parts:]}
+    done = len(found.times) * _PART
+    middles = {"first": _WARM + parts * _PART // 2, "last": _WARM + done - parts * _PART // 2}
+    times = {"first": found.times[:parts], "last": found.times[-parts:]}
+    of = {"checkpoint": model.weight_format}
     rows = [
-        results.row(BENCH, f"{case.text} {name} thousand", "us", times, checkpoint=checkpoint)
-        for name, times in named.items()
+        results.row(
+            LONG_RUN,
+            f"{case.text} {name} thousand",
+            "us",
+            times[name],
+            floor=floor_of(model, grown(case, middles[name]), roof),
+            **of,
+        )
+        for name in times
     ]
     growth = max(found.memory) - min(found.memory)
     more = {"bytes_of_drift": growth, "tokens_drawn": len({t for s in found.tokens for t in s})}
-    done = results.row(
-        "endurance", f"{case.text} decode loop", "steps", [steps], checkpoint=checkpoint, **more
-    )
-    return [*rows, done]
+    return [*rows, results.row(LONG_RUN, case.text, "steps", [steps], **of, **more)]
+
+
+def grown(case: Case, steps: int) -> Case:
+    """The case after so many steps."""
+    return Case(case.text, tuple(Request(1, r.length + steps) for r in case.requests))
 
 
 def measure(model: Flint, case: Case, steps: int, roof: Roofs) -> results.Row:
@@ -142,11 +161,11 @@ def measure(model: Flint, case: Case, steps: int, roof: Roofs) -> results.Row:
     return results.row(BENCH, case.text, "us", found.times, **of)
 
 
-def endurance(model: Flint, case: Case, steps: int) -> list[results.Row]:
+def long_run(model: Flint, case: Case, steps: int, roof: Roofs) -> list[results.Row]:
     """The rows of a long run."""
     found = run(model, case, steps)
     check_tokens(found, model.config.vocab_size)
-    return endurance_rows(found, case, model.weight_format, steps)
+    return long_run_rows(model, case, found, steps, roof)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("case", nargs="*", help="NAME=[N*]1[@K],...")
     parser.add_argument("--checkpoint", choices=("nvfp4", "bf16"), action="append", metavar="NAME")
     parser.add_argument("--steps", type=int, default=1000, metavar="N")
-    parser.add_argument("--endurance", action="store_true", help="one long run of each case")
+    parser.add_argument("--long-run", action="store_true", help="one long run of each case")
     parser.add_argument("--output", type=Path, metavar="FOLDER")
     parser.add_argument("--commit", help="of the tree, where it is run without its git history")
     options = parser.parse_args(arguments)
@@ -176,8 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model = full_size(checkpoint, device)
             for case in chosen:
                 start = time.monotonic()
-                if options.endurance:
-                    rows += endurance(model, case, options.steps)
+                if options.long_run:
+                    rows += long_run(model, case, options.steps, roof)
                 else:
                     rows.append(measure(model, case, options.steps, roof))
                 seconds = time.monotonic() - start
@@ -186,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             del model
             free()
     if options.output:
-        name = "long_run" if options.endurance else "token"
+        name = "long_run" if options.long_run else "token"
         results.write(
             options.output / f"{name}.json", rows, results.describe("cuda", options.commit)
         )

@@ -9,6 +9,8 @@ after each, accumulated errors and all) and at its end (the distributions of the
     decode M=1, M=2, M=8    the prompts' last tokens, one at a time, on top of a prefill
     context=32768           a prompt in chunks of 8,192, and tokens decoded on top of it
 
+The FP32 forward is that of the reference bodies in plain torch, by cuBLAS in full FP32.
+
 Kernels are those that a user gets; beside each, as a yardstick, the general bodies in torch and
 Triton, which round at the same points. Memory at 262,144 tokens stands in rows of its own.
 """
@@ -19,24 +21,26 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flint_kernels import results
 from flint_kernels.backends import cuda
-from flint_kernels.model import Flint, PagedKVCache
+from flint_kernels.backends.cpu import reference_body
+from flint_kernels.model import Flint, PagedKVCache, calls
 from flint_kernels.model.batch import Batch, DecodeBatch
 from flint_kernels.model.calls import Launch
 from flint_kernels.ops import make_workspace
 from flint_kernels.validation.compare import compare_hidden
-from microbench.forward.__main__ import free, full_size
 from microbench.forward.case import parse
 from microbench.forward.step import Step
+from microbench.forward.timing import free, full_size
 from microbench.kernels import aligned
 
 BENCH = "validate"
@@ -52,6 +56,11 @@ class Sizes:
     context: int = 32768
     chunk: int = 8192
     longest: int = 262_144
+
+    @property
+    def in_last_chunk(self) -> int:
+        """Rows of the context's last chunk that are compared."""
+        return min(self.compared, (self.context - 1) % self.chunk + 1)
 
 
 @dataclass
@@ -136,6 +145,44 @@ def bodies(name: str) -> Iterator[None]:
         cuda.why_not = held
 
 
+@contextmanager
+def reference_in_torch() -> Iterator[None]:
+    """Within it, products and attention of the model's layers are the reference's, in plain torch.
+
+    The general bodies take FP32 too, but by kernels of small tiles, which would take minutes.
+    """
+    held = {name: getattr(calls, name) for name in _REFERENCE}
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")  # no TF32
+        for name, op in held.items():
+            setattr(calls, name, by_name(op, reference_body(name)))
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for name, op in held.items():
+            setattr(calls, name, op)
+
+
+_REFERENCE = (
+    "attention_prefill",
+    *(f"{weights}_{op}" for weights in ("nvfp4", "bf16")
+      for op in ("linear", "linear_silu_and_mul", "routed_experts")),
+)  # fmt: skip
+
+
+def by_name(op: Any, body: Callable[..., Any]) -> Callable[..., Any]:
+    """A body, which takes an op's arguments by name, in the place of the op."""
+    arguments = op._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+
+    def call(*given: Any, **named: Any) -> Any:
+        names = (argument.name for argument in arguments)
+        return body(**(defaults | dict(zip(names, given, strict=False)) | named))
+
+    return call
+
+
 def rows_of(
     model: Flint, case: str, name: str, got: Seen, want: Seen, targets: Tensor
 ) -> list[results.Row]:
@@ -178,10 +225,13 @@ def measure(model: Flint, sizes: Sizes) -> Iterator[results.Row]:
     )
     long = torch.randint(vocabulary, (sizes.context + n,), generator=generator, device=device)
     kept = last_rows(sizes.prompts, sizes.compared, n, device).view(sizes.prompts, n)
-    _, want = prefilled(oracle, prompts, sizes.compared)
-    cache, want_chunk = chunked(oracle, long[: sizes.context], sizes.chunk, sizes.compared)
     rows = torch.arange(n, device=device)
-    want_long = read(oracle, long[sizes.context :], cache.plan([0], [n]), cache, rows)
+    with reference_in_torch():
+        _, want = prefilled(oracle, prompts, sizes.compared)
+        # In one piece: nothing is rounded that could lie otherwise, and weights are expanded once.
+        last = sizes.in_last_chunk
+        cache, want_chunk = chunked(oracle, long[: sizes.context], sizes.context, last)
+        want_long = read(oracle, long[sizes.context :], cache.plan([0], [n]), cache, rows)
     del cache
 
     def targets(count: int) -> Tensor:

@@ -3,19 +3,28 @@
     python python_tests/gpu/run_compute_sanitizer.py --output docs/results/h200/sanitizers.json
 
 racecheck sees shared memory alone, so it adds nothing for kernels without; it is run over all.
-Errors in kernels of torch's libraries (cuBLAS reads padding that nobody wrote) are counted apart.
---workers shares each tool's tests between as many processes, which all run at once.
+
+Errors are those of every kernel but cuBLAS's products, for which torch's own copies, comparisons
+and reductions read what kernels here have written. cuBLAS reads padding that nobody wrote; the
+tests read every input of a product by a kernel of torch's before (`_inputs_are_read`), so that what
+is not initialised in one is found there. So errors in cuBLAS are its own, and are counted apart.
+
+--workers shares each tool's tests between as many processes, which all run at once. --seconds is
+for a machine that is lent: no test begins later, and how many were left is a row.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flint_kernels import results
@@ -44,7 +53,9 @@ TOOLS = {
 REPORT = ["--print-limit", "100000", "--show-backtrace", "no", "--target-processes", "all"]
 # Of a package's own kernels the sanitizer says the namespace, or Triton's function.
 OURS = re.compile(r"flint::|^(" + "|".join(triton_kernels()) + r")\b")
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+PRODUCT = re.compile(r"cublas|cutlass|gemm|gemv|nvjet|splitK", re.IGNORECASE)
+PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu"]
+UNTIL = "SANITIZER_UNTIL"  # the time at which a test is left; how test_sanitized_gpu.py is told
 
 
 def collected(rest: list[str]) -> list[str]:
@@ -57,33 +68,54 @@ def collected(rest: list[str]) -> list[str]:
     return ids
 
 
-def run(tool: str, tests: list[str]) -> tuple[int, int, Counter[str]]:
-    """Errors, at least one where the tests did not pass; tests that passed; and errors in kernels
-    of other libraries, by kernel."""
+@dataclass
+class Report:
+    """What was counted of a tool, or of one of its processes."""
+
+    errors: int = 0
+    passed: int = 0
+    left: int = 0  # tests for which no time was left
+    kernels: Counter[str] = field(default_factory=Counter)  # errors by kernel
+    elsewhere: Counter[str] = field(default_factory=Counter)  # those of cuBLAS, by kernel
+
+    def __add__(self, other: Report) -> Report:
+        return Report(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
+
+
+def run(tool: str, tests: list[str], log: Path | None, until: float) -> Report:
+    """A report with at least one error where the tests did not pass; all that was said in `log`."""
     command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], *REPORT]
     # torch's own caching would hide where one tensor ends and the next begins.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", UNTIL: str(until)}
     done = subprocess.run(
         [*command, *PYTEST, *tests],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    errors, passed, elsewhere = counted(done.stdout + done.stderr)
-    if done.returncode or passed != len(tests):
-        errors = max(errors, 1)
-    if errors:
-        sys.stdout.write(f"{tool}: {tests[0]} ...\n{(done.stdout + done.stderr)[-4000:]}\n")
-    return errors, passed, elsewhere
+    text = done.stdout + done.stderr
+    if log is not None:
+        log.write_text(text, encoding="utf-8")
+    report = counted(text)
+    if done.returncode or report.passed + report.left != len(tests):
+        report.errors = max(report.errors, 1)
+    if report.errors:
+        sys.stdout.write(f"{tool}: {tests[0]} ...\n{text[-4000:]}\n")
+    return report
 
 
-def counted(text: str) -> tuple[int, int, Counter[str]]:
-    """Errors that a sanitizer's summaries name, one where there is none, without those in kernels
-    of other libraries; tests that passed; and the others, by kernel."""
+def counted(text: str) -> Report:
+    """Errors are those that a sanitizer's summaries name, one where there is no summary, without
+    those in products of cuBLAS."""
     summaries = re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", text)
     places = re.findall(r"^=+ +at (.+?)\+0x[0-9a-f]+(?: in .*)?$", text, re.MULTILINE)
-    elsewhere = Counter(plain(place) for place in places if not OURS.search(place))
-    passed = re.search(r"(\d+) passed", text)
+    foreign = {place for place in places if PRODUCT.search(place) and not OURS.search(place)}
+    elsewhere = Counter(plain(place) for place in places if place in foreign)
+    kernels = Counter(plain(place) for place in places if place not in foreign)
     errors = sum(map(int, summaries)) - elsewhere.total() if summaries else 1
-    return max(errors, 0), int(passed[1]) if passed else 0, elsewhere
+    passed, left = (
+        int(found[-1]) if (found := re.findall(rf"(\d+) {word}", text)) else 0
+        for word in ("passed", "skipped")
+    )
+    return Report(max(errors, 0), passed, left, kernels, elsewhere)
 
 
 def plain(kernel: str) -> str:
@@ -96,30 +128,48 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", required=True, help="the JSON file to be written")
     parser.add_argument("--tool", choices=TOOLS, action="append", help="default: all of them")
     parser.add_argument("--workers", type=int, default=1, help="processes of each tool")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no test begins later")
+    parser.add_argument("--logs", type=Path, help="a folder for all that the tools say")
     parser.add_argument("--commit", help="of a tree that is no git checkout")
     parser.add_argument("rest", nargs="*", help="arguments of pytest")
     options = parser.parse_args(argv)
+    until = time.time() + options.seconds
     tests = collected(options.rest)
     # Neighbours are alike: every process gets some of each kind.
     workers = min(options.workers, len(tests))
     shares = [tests[first::workers] for first in range(workers)]
     tools = options.tool or list(TOOLS)
+    if options.logs is not None:
+        options.logs.mkdir(parents=True, exist_ok=True)
+
+    def log(tool: str, number: int) -> Path | None:
+        return options.logs and options.logs / f"{tool}.{number}.log"
+
     rows, total = [], 0
     at_once = 1 if workers == 1 else workers * len(tools)
     with ThreadPoolExecutor(at_once) as pool:
-        running = {tool: [pool.submit(run, tool, share) for share in shares] for tool in tools}
+        running = {
+            tool: [
+                pool.submit(run, tool, share, log(tool, i), until) for i, share in enumerate(shares)
+            ]
+            for tool in tools
+        }
         for tool, futures in running.items():
-            done = [future.result() for future in futures]
-            errors, passed = (sum(one[i] for one in done) for i in range(2))
-            elsewhere = sum((one[2] for one in done), Counter())
-            total += errors
-            sys.stdout.write(f"{tool}: {passed} tests, {errors} errors; {dict(elsewhere)}\n")
-            sys.stdout.flush()
-            counts = {"errors": errors, "tests": passed, "elsewhere": elsewhere.total()}
+            report = sum((future.result() for future in futures), Report())
+            total += report.errors
+            counts = {
+                "errors": report.errors,
+                "tests": report.passed,
+                "tests left": report.left,
+                "errors in cuBLAS": report.elsewhere.total(),
+            }
+            kernels = {"errors": report.kernels, "errors in cuBLAS": report.elsewhere}
             for metric, value in counts.items():
-                rows.append(results.row("sanitizer", tool, metric, [float(value)]))
-            rows[-1]["kernels"] = sorted(elsewhere)
-    results.write(options.output, rows, results.describe("cuda", options.commit))
+                more = {"kernels": dict(kernels[metric])} if metric in kernels else {}
+                rows.append(results.row("sanitizer", tool, metric, [float(value)], **more))
+            sys.stdout.write(f"{tool}: {counts}, {rows[-4]['kernels']}, {rows[-1]['kernels']}\n")
+            sys.stdout.flush()
+            results.write(options.output, rows, results.describe("cuda", options.commit))
     return 1 if total else 0
 
 

@@ -16,6 +16,7 @@ from test_sampling import chance_of_as_bad_a_fit
 from flint_kernels import ops
 from flint_kernels.backends import gpu_general
 from flint_kernels.ops import REGISTRY
+from flint_kernels.reference import sampling as reference
 
 pytestmark = pytest.mark.gpu
 
@@ -122,3 +123,21 @@ def test_decode_advance_is_the_cpu_s(pdl: bool) -> None:
         for name, value in here.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(bits(there[name].cpu()), bits(value)), name
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_decode_advance_of_positions_that_no_row_can_have(pdl: bool) -> None:
+    """Such a row is as a full one, and nothing outside of its tensors is touched."""
+    worst = [-(1 << 31), -(1 << 31) + 1, -7, -1, 0, 1 << 30, (1 << 31) - 2, (1 << 31) - 1]
+    positions, seq_lens = torch.cartesian_prod(*2 * [torch.tensor(worst, dtype=torch.int32)]).T
+    rows, width = len(positions), 3
+    table = torch.full((rows, width), 7, dtype=torch.int32)
+    slots = torch.arange(rows, dtype=torch.int32) - 1
+    ids, history = torch.arange(rows), torch.zeros(rows + 2, 5, dtype=torch.int64)
+    here = [ids + 1, table, table + 1, ids, positions, slots, slots + 1, seq_lens, ids, history]
+    here = [tensor.clone(memory_format=torch.contiguous_format) for tensor in here]
+    there = [tensor.to(GPU) for tensor in here]
+    reference.decode_advance(*here[:3], 16, *here[3:-1], here[-1][1:-1])
+    ops.decode_advance(*there[:3], 16, *there[3:-1], there[-1][1:-1], enable_pdl=pdl)
+    for got, want in zip(there, here, strict=True):
+        assert torch.equal(got.cpu(), want)

@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 def plan_blocks(topk_ids: torch.Tensor, experts: int) -> Plan:
     """Groups the entries of topk_ids [M, top_k] by expert; ids outside [0, E) are skipped."""
-    ids = topk_ids.reshape(-1)
+    ids = topk_ids.contiguous().view(-1)  # a reshape of [M, 1] may be a view with strides
     entries = ids.numel()
     if entries <= _DIRECT_ENTRIES:
         return Plan(16, entries, None, ids, None, None)

@@ -27,6 +27,7 @@ def launch(
     """
     if programs == 0:
         return
+    _check_dense(kernel, arguments)
     device = next(v.device for v in arguments.values() if isinstance(v, torch.Tensor))
     options = {"num_warps": warps, "num_stages": stages}
     kind = _kind(kernel, device, arguments, options)
@@ -43,6 +44,19 @@ def launch(
     else:
         kernel[(programs,)](**arguments, **options)
     _compiled.add(kind)
+
+
+def _check_dense(kernel: Any, arguments: dict[str, Any]) -> None:
+    """Raises ValueError for a tensor of other strides than its kernel goes by: what a kernel knows
+    no stride of (`<name>_...`) it takes to be contiguous. Never an error of a caller of an op."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and not value.is_contiguous():
+            strides = (other for other in arguments if other.startswith(f"{name}_"))
+            if next(strides, None) is None:
+                raise ValueError(
+                    f"{kernel.fn.__name__}: {name} got strides {value.stride()} for shape "
+                    f"{list(value.shape)}; want a contiguous tensor. Copy it before the launch."
+                )
 
 
 def _kind(
