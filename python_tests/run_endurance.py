@@ -184,18 +184,19 @@ class Slow:
 
     def __init__(self, model: Flint) -> None:
         self.model = model
-        self.cache = make_cache(model)
+        self.cache = make_cache(model, requests=LIVE + 1)
 
     def differing(self, requests: Sequence[Request]) -> list[str]:
         """What came out otherwise, one string a request that did."""
         longest_first = sorted(requests, key=lambda request: -request.steps)
-        most = LIVE - 1  # beside their company: kernels of more rows than LIVE sum otherwise
-        batches = range(0, len(longest_first), most)
-        return [text for at in batches for text in self._batch(longest_first[at : at + most])]
+        batches = range(0, len(longest_first), LIVE)
+        return [text for at in batches for text in self._batch(longest_first[at : at + LIVE])]
 
     def _batch(self, requests: Sequence[Request]) -> list[str]:
         twins = [Request(request.prompt, request.steps, True) for request in requests]
-        others = Request([0], twins[0].steps, False)  # company for one that was not alone
+        others = Request(
+            [0], twins[0].steps, False
+        )  # company for one that was not alone, and is now
         ids = {id(twin): begin(self.model, self.cache, twin) for twin in (*twins, others)}
         for step in range(twins[0].steps):
             together = []

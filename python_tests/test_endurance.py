@@ -45,10 +45,10 @@ def test_a_reference_has_no_more_rows_than_what_it_judges(
     )
     monkeypatch.setattr(run_endurance, "difference", lambda one, two: "")
     alone = ([False, True], [False, False])
-    requests = [Request([1], 2, True, alone=alone[number > 0]) for number in range(2 * LIVE)]
+    requests = [Request([1], 2, True, alone=alone[number > 0]) for number in range(2 * LIVE + 1)]
     run_endurance.Slow(model).differing(requests)
-    # 7, 7 and 2 requests, and their company; the first of all makes its last step alone.
-    assert rows == [8, 1, 7, 8, 8, 3, 3]
+    # 8, 8 and 1 requests, the one with company; the first of all makes its last step alone.
+    assert rows == [8, 1, 7, 8, 8, 2, 2]
 
 
 def test_the_share_is_about_what_is_sampled(model: Flint) -> None:
