@@ -34,11 +34,11 @@ CASE = "gguf 40B"
 
 
 class Peak:
-    """The most anonymous memory (not the mapped file) that this process has had within it."""
+    """The most memory of the host (not the mapped file) that this process has had within it."""
 
     def __enter__(self) -> Peak:
         self._stop = threading.Event()
-        self.start = self.most = anonymous_bytes()
+        self.start = self.most = host_bytes()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
@@ -46,23 +46,27 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self.most = max(self.most, anonymous_bytes())
+        self.most = max(self.most, host_bytes())
 
     def _watch(self) -> None:
         while not self._stop.wait(0.005):
-            self.most = max(self.most, anonymous_bytes())
+            self.most = max(self.most, host_bytes())
 
     @property
     def extra(self) -> int:
         return self.most - self.start
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that is neither a file's nor shared; pinned memory is among it."""
+def host_bytes() -> int:
+    """Memory of this process that is neither a file's nor shared, and what torch has pinned for
+    copies to a GPU, which the system counts as a device's."""
+    pinned = 0
+    if torch.cuda.is_initialized():
+        pinned = torch.cuda.host_memory_stats().get("active_bytes.current", 0)
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
+            return int(line.split()[1]) * 1024 + pinned
+    return pinned
 
 
 def drop_cached_pages(path: Path) -> bool:

@@ -48,6 +48,11 @@ bool linear_one_fits(const Linear& linear);
 
 cudaError_t linear_one(const Linear& linear, const Launch& launch);
 
+// Its way for two to eight tokens with NVFP4 weights of Flint's hidden size, for kSiluAndMul.
+bool linear_gate_several_fits(const Linear& linear);
+
+cudaError_t linear_gate_several(const Linear& linear, const Launch& launch);
+
 // The same for any number of tokens, with NVFP4 weights, on a GPU of compute capability 9.0; no
 // logits. A token's bits are the same among any others.
 bool linear_many_fits(const Linear& linear);

@@ -11,8 +11,10 @@ after each, accumulated errors and all) and at its end (the distributions of the
 
 The FP32 forward is that of the reference bodies in plain torch, by cuBLAS in full FP32.
 
-Kernels are those that a user gets; beside each, as a yardstick, the general bodies in torch and
-Triton, which round at the same points. Memory at 262,144 tokens stands in rows of its own.
+Kernels are those that a user gets ("GPU"); beside each, as a yardstick, the general bodies in torch
+and Triton, which round at the same points. A token that rounding sends to another expert is another
+in all later layers, which hides everything else: so there is a third kind of rows, by the kernels,
+but with the experts that the FP32 forward chose. Memory at 262,144 tokens is in rows of its own.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ from flint_kernels.model.calls import Launch
 from flint_kernels.ops import make_workspace
 from flint_kernels.validation.compare import compare_hidden
 from microbench.forward.case import parse
-from microbench.forward.step import Step
+from microbench.forward.step import Step, replaced_ids
 from microbench.forward.timing import free, full_size
 from microbench.kernels import aligned
 
 BENCH = "validate"
+SAME_EXPERTS = "GPU, experts of FP32"
+BODIES = ("GPU", SAME_EXPERTS, "general")
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,33 @@ def read(model: Flint, ids: Tensor, batch: Batch, cache: PagedKVCache, rows: Ten
     return Seen(streams, model._final_norm(x, residual)[rows].float())
 
 
+# Layer -> the experts of each token, [requests, tokens, k].
+Chosen = dict[int, Tensor]
+
+
+@contextmanager
+def recorded(model: Flint, requests: int, into: Chosen) -> Iterator[None]:
+    """Within it, keeps the experts that a prefill's router chooses, those of later steps behind."""
+
+    def keep(layer: int, ids: Tensor) -> Tensor:
+        new = ids.view(requests, -1, ids.shape[1])
+        into[layer] = torch.cat([into[layer], new], dim=1) if layer in into else new
+        return ids
+
+    with replaced_ids(model, keep):
+        yield
+
+
+@contextmanager
+def sent_to(model: Flint, chosen: Chosen | None, requests: slice, tokens: slice) -> Iterator[None]:
+    """Within it, a step's tokens go to these experts; None: where the router sends them."""
+    if chosen is None:
+        yield
+        return
+    with replaced_ids(model, lambda layer, _: chosen[layer][requests, tokens].flatten(0, 1)):
+        yield
+
+
 def joined(parts: Sequence[Seen]) -> Seen:
     streams = [torch.cat(layer) for layer in zip(*(part.streams for part in parts), strict=True)]
     return Seen(streams, torch.cat([part.hidden for part in parts]))
@@ -100,42 +131,53 @@ def last_rows(count: int, length: int, kept: int, device: torch.device) -> Tenso
     return rows[:, length - kept :].flatten()
 
 
-def prefilled(model: Flint, prompts: Tensor, kept: int) -> tuple[PagedKVCache, Seen]:
+def prefilled(
+    model: Flint, prompts: Tensor, kept: int, chosen: Chosen | None = None
+) -> tuple[PagedKVCache, Seen]:
     """All prompts [B, T] in one step; the last `kept` rows of each."""
     count, length = prompts.shape
     cache = model.make_cache(count, count * (length + 64))
     batch = cache.plan([cache.add() for _ in range(count)], [length] * count)
     rows = last_rows(count, length, kept, model.device)
-    return cache, read(model, prompts.flatten(), batch, cache, rows)
+    with sent_to(model, chosen, slice(count), slice(length)):
+        return cache, read(model, prompts.flatten(), batch, cache, rows)
 
 
-def decoded(model: Flint, cache: PagedKVCache, tokens: Tensor) -> Seen:
-    """`tokens` [B, N] one at a time on top of what the cache has; rows as [B, N] flattened."""
+def decoded(
+    model: Flint, cache: PagedKVCache, tokens: Tensor, past: int, chosen: Chosen | None = None
+) -> Seen:
+    """`tokens` [B, N] one at a time on top of the `past` that the cache has; rows as [B, N]
+    flattened."""
     count, steps = tokens.shape
     rows = torch.arange(count, device=model.device)
-    parts = [
-        read(model, tokens[:, step], cache.plan_decode(list(range(count))), cache, rows)
-        for step in range(steps)
-    ]
+    parts = []
+    for step in range(steps):
+        batch = cache.plan_decode(list(range(count)))
+        with sent_to(model, chosen, slice(count), slice(past + step, past + step + 1)):
+            parts.append(read(model, tokens[:, step], batch, cache, rows))
     order = torch.arange(count * steps, device=model.device).view(steps, count).T.flatten()
     return part_of(joined(parts), order)
 
 
-def chunked(model: Flint, tokens: Tensor, chunk: int, kept: int) -> tuple[PagedKVCache, Seen]:
+def chunked(
+    model: Flint, tokens: Tensor, chunk: int, kept: int, chosen: Chosen | None = None
+) -> tuple[PagedKVCache, Seen]:
     """One prompt in chunks; the last `kept` rows of the last."""
     cache = model.make_cache(1, len(tokens) + 64)
     request = cache.add()
     seen: Seen | None = None
-    for part in tokens.split(chunk):
+    for start in range(0, len(tokens), chunk):
+        part = tokens[start : start + chunk]
         rows = last_rows(1, len(part), min(kept, len(part)), model.device)
-        seen = read(model, part, cache.plan([request], [len(part)]), cache, rows)
+        with sent_to(model, chosen, slice(1), slice(start, start + len(part))):
+            seen = read(model, part, cache.plan([request], [len(part)]), cache, rows)
     assert seen is not None
     return cache, seen
 
 
 @contextmanager
 def bodies(name: str) -> Iterator[None]:
-    """Which bodies run on the GPU: those that a user gets ("GPU"), or the general ones."""
+    """Which bodies run on the GPU: those that a user gets, or the general ones."""
     held = cuda.why_not
     if name == "general":
         cuda.why_not = lambda device: "general bodies were asked for"
@@ -226,34 +268,43 @@ def measure(model: Flint, sizes: Sizes) -> Iterator[results.Row]:
     long = torch.randint(vocabulary, (sizes.context + n,), generator=generator, device=device)
     kept = last_rows(sizes.prompts, sizes.compared, n, device).view(sizes.prompts, n)
     rows = torch.arange(n, device=device)
+    of_prompts: Chosen = {}
+    of_long: Chosen = {}
     with reference_in_torch():
-        _, want = prefilled(oracle, prompts, sizes.compared)
+        with recorded(oracle, sizes.prompts, of_prompts):
+            _, want = prefilled(oracle, prompts, sizes.compared)
         # In one piece: nothing is rounded that could lie otherwise, and weights are expanded once.
         last = sizes.in_last_chunk
-        cache, want_chunk = chunked(oracle, long[: sizes.context], sizes.context, last)
-        want_long = read(oracle, long[sizes.context :], cache.plan([0], [n]), cache, rows)
+        with recorded(oracle, 1, of_long):
+            cache, want_chunk = chunked(oracle, long[: sizes.context], sizes.context, last)
+            want_long = read(oracle, long[sizes.context :], cache.plan([0], [n]), cache, rows)
     del cache
 
     def targets(count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int64, device=device)  # KL needs none
 
-    for name in ("GPU", "general"):
-        with bodies(name):
-            _, got = prefilled(model, prompts, sizes.compared)
+    for label in BODIES:
+        same = label == SAME_EXPERTS
+        experts, experts_long = (of_prompts, of_long) if same else (None, None)
+        with bodies(label):
+            _, got = prefilled(model, prompts, sizes.compared, experts)
             case = f"prefill T={sizes.tokens}"
-            yield from rows_of(model, case, name, got, want, targets(len(got.hidden)))
+            yield from rows_of(model, case, label, got, want, targets(len(got.hidden)))
             for count in sizes.batches:
-                cache, _ = prefilled(model, prompts[:count, :-n], 1)
-                got = decoded(model, cache, prompts[:count, -n:])
-                reference = part_of(want, kept[:count].flatten())
+                past = sizes.tokens - n
+                cache, _ = prefilled(model, prompts[:count, :past], 1, experts)
+                got = decoded(model, cache, prompts[:count, past:], past, experts)
+                wanted = part_of(want, kept[:count].flatten())
                 case = f"decode M={count} T={sizes.tokens}"
-                yield from rows_of(model, case, name, got, reference, targets(count * n))
-            cache, got = chunked(model, long[: sizes.context], sizes.chunk, sizes.compared)
+                yield from rows_of(model, case, label, got, wanted, targets(count * n))
+            cache, got = chunked(
+                model, long[: sizes.context], sizes.chunk, sizes.compared, experts_long
+            )
             case = f"prefill context={sizes.context}"
-            yield from rows_of(model, case, name, got, want_chunk, targets(len(got.hidden)))
-            got = decoded(model, cache, long[None, sizes.context :])
+            yield from rows_of(model, case, label, got, want_chunk, targets(len(got.hidden)))
+            got = decoded(model, cache, long[None, sizes.context :], sizes.context, experts_long)
             case = f"decode M=1 context={sizes.context}"
-            yield from rows_of(model, case, name, got, want_long, targets(n))
+            yield from rows_of(model, case, label, got, want_long, targets(n))
 
 
 def memory(model: Flint, sizes: Sizes) -> Iterator[results.Row]:

@@ -80,6 +80,8 @@ def test_validation_and_memory(weight_format: str) -> None:
     # See test_microbench_size.py.
     assert all(row["layers"][0] < 0.01 for row in errors)
     assert all(0 < row["median"] < 0.3 for row in errors)
+    same = [row for row in errors if row["bodies"] == validate.SAME_EXPERTS]
+    assert len(same) == 5 and all(max(row["layers"]) < 0.02 for row in same)
     for row in validate.memory(model, sizes):
         assert row["median"] >= row["weights"] + row["cache"]
         assert row["step"] >= 0
@@ -88,3 +90,11 @@ def test_validation_and_memory(weight_format: str) -> None:
 def test_a_file_is_written_and_loaded(tmp_path: Path) -> None:
     rows = load.measure(tiny_config(), tmp_path, torch.device(GPU), "gguf tiny")
     assert len(rows) in (4, 7)  # without those of the disk where the system keeps the pages
+
+
+def test_pinned_memory_is_the_hosts() -> None:
+    torch.zeros(1, device=GPU)
+    with load.Peak() as peak:
+        held = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+        del held
+    assert 64 << 20 <= peak.extra < 200 << 20

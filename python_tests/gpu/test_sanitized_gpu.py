@@ -139,6 +139,11 @@ def test_cache_writes(rows: int, dim: int, dtype: torch.dtype) -> None:
         ops.kv_cache_write(k, v, slots, *cache)
 
 
+def test_a_projection_of_one_token_of_the_hidden_size() -> None:
+    """Which has a kernel of its own that no step of decoding asks for."""
+    ops.nvfp4_linear(randn(1, 2048), *nvfp4(64, 2048, scales=(1,)).values())
+
+
 @pytest.mark.parametrize("tokens", PRODUCT_TOKENS)
 def test_projections_of_many_tokens(tokens: int) -> None:
     columns, rows = 256, 2048
@@ -233,6 +238,7 @@ def parts() -> Iterator[Callable[[], object]]:
     yield lambda: [test_rows_of_every_width(width, torch.float32) for width in WIDTHS]
     for rows in CACHED_ROWS:
         yield lambda rows=rows: [test_cache_writes(rows, dim, dtype) for dim, dtype in HEADS]
+    yield test_a_projection_of_one_token_of_the_hidden_size
     yield lambda: [test_projections_of_many_tokens(tokens) for tokens in PRODUCT_TOKENS]
     for hidden, width in EXPERT_SIZES:
         yield lambda hidden=hidden, width=width: [
