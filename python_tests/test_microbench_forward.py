@@ -16,7 +16,7 @@ import torch
 from flint_kernels import results
 from flint_kernels.generation import DecodeLoop
 from flint_kernels.model.batch import DecodeBatch, PrefillBatch
-from microbench import forward_tables
+from microbench import forward_tables, tables
 from microbench.forward import __main__ as forward
 from microbench.forward import profile, suite, timing, token, work
 from microbench.forward.case import DEFAULT, Request, parse
@@ -320,6 +320,21 @@ def test_the_tables_of_kernels_and_tokens() -> None:
     row = results.row("token", "decode8=8*1@100", "us", [2000.0], checkpoint="bf16", floor=1000.0)
     [line] = forward_tables.token_lines([row])
     assert line[-1] == "4000" and len(line) == len(forward_tables.TOKEN_HEAD)
+
+
+def test_headlines_say_when_each_of_their_rows_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meta = {"gpu": "GPU", "cpu": "", "threads": 1, "date": "2026-11-30", "commit": "a" * 40}
+    token_meta = meta | {"commit": "b" * 40}
+    row = results.row("token", "decode=1@4096", "us", [2000.0], checkpoint="nvfp4", floor=1000.0)
+    found = {"forward": (meta, forward_rows()), "token": (token_meta, [row])}
+    monkeypatch.setattr(tables, "read", lambda gpu, name: found[name])
+    table = tables.forward_headlines()
+    assert "a token end to end, `decode=1@4096`" in table
+    assert table.count("commit aaaaaaaaaaaa.") == table.count("commit bbbbbbbbbbbb.") == 1
+    found["token"] = (meta, [row])
+    assert tables.forward_headlines().count("Measured") == 1
 
 
 def test_the_table_of_a_long_run() -> None:
