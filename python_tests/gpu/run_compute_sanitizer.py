@@ -54,13 +54,13 @@ REPORT = ["--print-limit", "100000", "--show-backtrace", "no", "--target-process
 # Of a package's own kernels the sanitizer says the namespace, or Triton's function.
 OURS = re.compile(r"flint::|^(" + "|".join(triton_kernels()) + r")\b")
 PRODUCT = re.compile(r"cublas|cutlass|gemm|gemv|nvjet|splitK", re.IGNORECASE)
-PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu"]
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu"]
 UNTIL = "SANITIZER_UNTIL"  # the time at which a test is left; how test_sanitized_gpu.py is told
 
 
 def collected(rest: list[str]) -> list[str]:
     """The tests, by their ids."""
-    command = [*PYTEST, "--collect-only", str(TESTS), "-k", "not unsanitized", *rest]
+    command = [*PYTEST, "-q", "--collect-only", str(TESTS), "-k", "not unsanitized", *rest]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     ids = [line for line in done.stdout.splitlines() if "::" in line]
     if done.returncode or not ids:
@@ -88,7 +88,7 @@ def run(tool: str, tests: list[str], log: Path | None, until: float) -> Report:
     # torch's own caching would hide where one tensor ends and the next begins.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", UNTIL: str(until)}
     done = subprocess.run(
-        [*command, *PYTEST, *tests],
+        [*command, *PYTEST, "-v", *tests],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     text = done.stdout + done.stderr
