@@ -9,8 +9,8 @@ and reductions read what kernels here have written. cuBLAS reads padding that no
 tests read every input of a product by a kernel of torch's before (`_inputs_are_read`), so that what
 is not initialised in one is found there. So errors in cuBLAS are its own, and are counted apart.
 
---workers shares each tool's tests between as many processes, which all run at once. --seconds is
-for a machine that is lent: no test begins later, and how many were left is a row.
+All tools run at once, and --workers shares the tests of each between as many processes. With
+--seconds no test begins later, and how many were left is a row.
 """
 
 from __future__ import annotations
@@ -146,8 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         return options.logs and options.logs / f"{tool}.{number}.log"
 
     rows, total = [], 0
-    at_once = 1 if workers == 1 else workers * len(tools)
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(workers * len(tools)) as pool:
         running = {
             tool: [
                 pool.submit(run, tool, share, log(tool, i), until) for i, share in enumerate(shares)
