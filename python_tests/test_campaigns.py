@@ -150,6 +150,20 @@ def test_what_pytest_says_of_a_wheel_is_counted(text: str, tests: int, failures:
     assert run_wheel_tests.counted(text) == {"tests": tests, "failures": failures}
 
 
+def test_tests_of_a_wheel_that_take_too_long_say_what_has_passed() -> None:
+    like_pytest = (
+        "import time\n"
+        "try:\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('1 failed, 17 passed in 5s')\n"
+        "    raise SystemExit(2)\n"
+    )
+    status, text = run_wheel_tests.stopped([sys.executable, "-c", like_pytest], seconds=5)
+    assert status == 2
+    assert run_wheel_tests.counted(text) == {"tests": 17, "failures": 1}
+
+
 def test_planted_faults_in_cpp_have_libraries_of_their_own() -> None:
     folders = [fault.folder for fault in PLANTED]
     assert len(set(folders)) == len({fault.case for fault in PLANTED})
