@@ -181,6 +181,7 @@ gpu-test-wheel: wheel $(STAMPS)/test
 	  --output build/results/$(GPU)/wheel_tests.json -- -m gpu $(WHEEL_TESTS)
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/wheel_tests.json docs/results/$(GPU)/
+	$(PY) -m microbench.tables
 
 properties: compiler $(STAMPS)/test
 	$(ONE_THREAD) $(PY) python_tests/run_properties.py --examples $(EXAMPLES) \

@@ -37,12 +37,12 @@ FLINT_HD constexpr int first_key(const KeyTiles& of, int tile, int keys) {
                               : of.chunk_first + (tile - of.past_tiles) * keys;
 }
 
-static_assert(key_tiles(0, 8160, 8183, 513, 80).tiles == 7);
-static_assert(key_tiles(0, 8160, 8183, 513, 80).chunk_first == 7648);
-static_assert(key_tiles(100, 100, 123, 0, 80).past_tiles == 2);
-static_assert(key_tiles(100, 100, 123, 0, 80).tiles == 3);
-static_assert(key_tiles(100, 100, 100, 1, 80).past_tiles == 0);
-static_assert(key_tiles(513, 513, 528, 513, 80).past_first == 0);
-static_assert(key_tiles(545, 545, 560, 513, 80).past_first == 32);
+static_assert(key_tiles(0, 8160, 8183, 513, 112).tiles == 5);
+static_assert(key_tiles(0, 8160, 8183, 513, 112).chunk_first == 7648);
+static_assert(key_tiles(120, 120, 143, 0, 112).past_tiles == 2);
+static_assert(key_tiles(120, 120, 143, 0, 112).tiles == 3);
+static_assert(key_tiles(100, 100, 100, 1, 112).past_tiles == 0);
+static_assert(key_tiles(513, 513, 528, 513, 112).past_first == 0);
+static_assert(key_tiles(545, 545, 560, 513, 112).past_first == 32);
 
 }  // namespace flint

@@ -541,6 +541,20 @@ def wheel() -> str:
     return markdown(["", "MB"], lines) + f"\n\n{built}; commit {meta['commit'][:12]}."
 
 
+def wheel_tests() -> str:
+    """Where an installed wheel was tested last, far from the tree, and how many tests passed."""
+    lines = []
+    for machine in ("cpu", GPU):
+        meta, rows = read(machine, "wheel_tests")
+        for case in dict.fromkeys(row["case"] for row in rows):
+            counts = {row["metric"]: row["median"] for row in rows if row["case"] == case}
+            numbers = [f"{counts[metric]:,.0f}" for metric in ("tests", "failures")]
+            run = f"{meta['date']}, {meta['commit'][:12]}"
+            lines.append([case, meta["gpu"] or "the CPU", *numbers, run])
+    head = ["", "on", "tests passed", "failures", "run, commit"]
+    return markdown(head, lines) if lines else NOT_MEASURED
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "ablation": ablation,
     "long-run": partial(
@@ -581,6 +595,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "validate": partial(validate, "cpu"),
     "validate-gpu": partial(validate, GPU),
     "wheel": wheel,
+    "wheel-tests": wheel_tests,
 }
 
 

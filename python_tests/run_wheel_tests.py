@@ -5,6 +5,9 @@
 
 The wheel goes into a folder of its own, beside copies of the tests, and nothing of the tree is on
 the path. Tests that need the tree are left out by the arguments of pytest after `--`.
+
+--seconds is for a machine that is lent: pytest is stopped then and says what has passed, and the
+tests that were left count as a failure.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,11 +38,24 @@ def counted(text: str) -> dict[str, float]:
     return {"tests": counts["passed"], "failures": counts["failed"] + counts["error"]}
 
 
+def stopped(command: list[str], seconds: float | None, **options: Any) -> tuple[int, str]:
+    """The status and the output of pytest, which is interrupted after so long, and then says what
+    has passed. It alone: its processes would each end in a traceback."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
+        try:
+            text, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            text, _ = process.communicate()
+    return process.returncode, text
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--wheel", type=Path, required=True)
     parser.add_argument("--output", required=True, help="the JSON file to be written")
     parser.add_argument("--device", default="cuda", help="what the rows call the machine by")
+    parser.add_argument("--seconds", type=float, help="that the tests may take")
     parser.add_argument("--commit", help="of a tree that is no git checkout")
     parser.add_argument("rest", nargs="*", help="arguments of pytest")
     options = parser.parse_args(argv)
@@ -51,24 +69,22 @@ def main(argv: list[str] | None = None) -> int:
         # The working directory is not on the path.
         environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
 
-        def run(*command: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run(
-                [sys.executable, *command], cwd=tests, env=environment, capture_output=True,
-                text=True, check=False,
-            )  # fmt: skip
+        def run(*command: str, seconds: float | None = None) -> tuple[int, str]:
+            return stopped([sys.executable, *command], seconds, cwd=tests, env=environment)
 
-        where = run("-c", WHERE).stdout.strip()
+        where = run("-c", WHERE)[1].strip()
         if not where.startswith(str(site)):
             raise SystemExit(f"the package came from {where}, want {site}")
-        done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *options.rest)
-    counts = counted(done.stdout)
-    if done.returncode:
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *options.rest]
+        status, text = run(*pytest, seconds=options.seconds)
+    counts = counted(text)
+    if status:
         counts["failures"] = max(counts["failures"], 1.0)
-    sys.stdout.write(done.stdout[-3000:] if done.returncode else f"{counts}\n")
+    sys.stdout.write(text[-3000:] if status else f"{counts}\n")
     case = f"Python {sys.version_info.major}.{sys.version_info.minor}, torch {torch.__version__}"
     rows = [results.row("wheel_tests", case, metric, [value]) for metric, value in counts.items()]
     results.write(options.output, rows, results.describe(options.device, options.commit))
-    return done.returncode
+    return status
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,41 @@ def test_a_test_without_time_is_left_and_has_not_passed(sanitizer: ModuleType) -
     assert (both.errors, both.passed, both.left) == (0, 24, 6)
 
 
+TOOL = """\
+#!/bin/sh
+while [ "$1" != -m ]; do python="$1"; shift; done
+"$python" "$@" || exit
+echo "========= ERROR SUMMARY: 0 errors"
+"""
+
+
+@pytest.mark.parametrize(("seconds", "passed", "left"), [("inf", 3, 0), ("0", 0, 3)])
+def test_a_sanitizer_runs_every_test_or_says_how_many_were_left(
+    sanitizer: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    seconds: str,
+    passed: int,
+    left: int,
+) -> None:
+    """By a tool that runs the tests and finds nothing."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("LOW_LATENCY_DEVICE", "cpu")
+    monkeypatch.setattr(sanitizer.results, "describe", lambda device, commit: {})
+    output, logs = tmp_path / "rows.json", tmp_path / "logs"
+    options = ["--seconds", seconds, "--tool", "memcheck", "--logs", str(logs)]
+    rest = ["--", "-k", "choice_of_experts and not unsanitized"]
+    assert sanitizer.main([*options, "--output", str(output), *rest]) == 0
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    counts = {row["metric"]: row["median"] for row in rows}
+    want = {"errors": 0, "tests": passed, "tests left": left, "errors in cuBLAS": 0}
+    assert counts == want
+    assert (logs / "memcheck.0.log").is_file()
+
+
 def test_every_kernel_of_triton_is_ours(sanitizer: ModuleType) -> None:
     for name in ("attention_kernel", "merge_kernel", "combine_kernel", "expert_matmul_kernel"):
         assert sanitizer.OURS.search(name), name
@@ -112,6 +148,20 @@ def test_processes_share_the_property_tests(tmp_path: Path) -> None:
 )
 def test_what_pytest_says_of_a_wheel_is_counted(text: str, tests: int, failures: int) -> None:
     assert run_wheel_tests.counted(text) == {"tests": tests, "failures": failures}
+
+
+def test_tests_of_a_wheel_that_take_too_long_say_what_has_passed() -> None:
+    like_pytest = (
+        "import time\n"
+        "try:\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('1 failed, 17 passed in 5s')\n"
+        "    raise SystemExit(2)\n"
+    )
+    status, text = run_wheel_tests.stopped([sys.executable, "-c", like_pytest], seconds=5)
+    assert status == 2
+    assert run_wheel_tests.counted(text) == {"tests": 17, "failures": 1}
 
 
 def test_planted_faults_in_cpp_have_libraries_of_their_own() -> None:

@@ -99,6 +99,30 @@ def test_A2_very_negative_logits(library: Any) -> None:
     assert emulate(library, case)[-1].unique().tolist() == [0.0]
 
 
+@pytest.mark.parametrize("step", [0.05, 0.5, 30.0])
+@pytest.mark.parametrize("late", [False, True])
+def test_logits_that_rise_from_tile_to_tile(library: Any, step: float, late: bool) -> None:
+    """By little, by more than a tile's weights may, and by more than a number holds."""
+    case = PrefillCase([(300, 170)], "cpu", kv_heads=1, seed=3)
+    case.q[:, :, 0] = DIM**0.5
+    case.q[::3, ::2, 0] *= -1.0
+    rows = torch.arange(470.0) * step
+    case.k[:, :, 0] = rows[300:, None]
+    positions = torch.arange(300)
+    case.k_cache[case.table[0, positions // 16].long(), positions % 16, :, 0] = rows[:300, None].to(
+        torch.bfloat16
+    )
+    case.assert_near_the_oracle(emulate(library, case, late=late))
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0, 30.0])
+def test_few_keys_that_have_most_of_the_weight(library: Any, factor: float) -> None:
+    """Where the rounding of one weight shows, it has to be that of the row's own maximum."""
+    case = PrefillCase([(600, 40)], "cpu", kv_heads=1, seed=3)
+    case.q *= factor
+    case.assert_near_the_oracle(emulate(library, case))
+
+
 @pytest.mark.parametrize(
     ("sink", "share"), [(100.0, 0.0), (1e30, 0.0), (-math.inf, 1.0), (math.log(3.0), 0.5)]
 )

@@ -2,11 +2,11 @@
 // warp keeps a running softmax of its own (attention_tile.cuh), and the parts are merged in a fixed
 // order. Two kernels:
 //
-//   attention_window   short windows: a cluster of eight CTAs for a request and KV head, a tile for
-//                      a warp, merged through the cluster's shared memory
+//   attention_window   short windows: a cluster of CTAs for a request and KV head, a tile for a
+//                      warp, merged through the cluster's shared memory
 //   attention_long     everything else: a CTA for a split, each warp with a ring of tiles under
-//   way;
-//                      the last CTA of a request and KV head that has written its part merges them
+//                      way; the last CTA of a request and KV head that has written its part merges
+//                      them
 //
 // Which one it is follows from the window alone.
 #include <cudaTypedefs.h>
@@ -172,7 +172,7 @@ __device__ __forceinline__ char* record_of(const Job& job, const Item& item, int
 }
 
 // By a warp: its slice of a CTA's part.
-__device__ __forceinline__ void write_record(char* record, int warp, const Merged& merged) {
+__device__ __forceinline__ void write_record(char* record, int warp, const Merged<>& merged) {
   const float (&w)[4] = merged.weighted;
   reinterpret_cast<float4*>(record + warp * kSliceBytes)[lane_index()] =
       make_float4(w[0], w[1], w[2], w[3]);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void write_record(char* record, int warp, const Merge
 
 // By a warp: its slice of the result.
 __device__ __forceinline__ void write_slice(const Job& job, const Item& item, int warp,
-                                            const Merged& merged, const float (&sinks)[2]) {
+                                            const Merged<>& merged, const float (&sinks)[2]) {
   const int g = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -200,8 +200,8 @@ __device__ __forceinline__ void write_slice(const Job& job, const Item& item, in
 // By the CTA whose split was the last to be written: all of them, a slice a warp. `own` is the
 // warp's ring, `pairs` room for all pairs of heads.
 template <int kRingBytes>
-__device__ __forceinline__ Merged merge_splits(const char* records, int splits, uint8_t* own,
-                                               HeadPair* pairs) {
+__device__ __forceinline__ Merged<> merge_splits(const char* records, int splits, uint8_t* own,
+                                                 HeadPair* pairs) {
   constexpr int kChunk = kRingBytes / kSliceBytes;
   const int lane = lane_index(), thread = static_cast<int>(threadIdx.x);
   const char* slice = records + thread / kWarp * kSliceBytes + lane * 16;
@@ -210,7 +210,7 @@ __device__ __forceinline__ Merged merge_splits(const char* records, int splits, 
     copy_16_async(shared_address(pairs + thread),
                   records + thread / 4 * kRecordBytes + kOutBytes + thread % 4 * 16, true);
   }
-  Merged merged;
+  Merged<> merged;
 #pragma unroll 1
   for (int first = 0; first < splits; first += kChunk) {
     const int count = min(kChunk, splits - first);
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
     }
     put_result(found, own, pairs + warp * 4);
     __syncthreads();
-    Merged merged;
+    Merged<> merged;
     merged.find_maximum(kWarps, pairs);
     merged.add(kWarps, rings + warp * kSliceBytes, kRingBytes, pairs);
     if (item.splits > 1) {
@@ -350,19 +350,34 @@ __global__ void __launch_bounds__(kWarps* kWarp, kCtas)
 
 // ------------------------------------------------------------------------------ window
 
-constexpr int kWindowCtas = 8;  // of a cluster; CTA i writes query head i
-constexpr int kMostWindowTiles = kWindowCtas * kWarps;
-static_assert(kWindowCtas == kAttentionGroup);
+// A window's tiles are merged in eight parts, every eighth tile in one, and those in their order.
+// So it does not show in a result how many CTAs a cluster has.
+constexpr int kWindowParts = 8;
+constexpr int kMostPartTiles = 8;
+constexpr int kMostWindowTiles = kWindowParts * kMostPartTiles;
+static_assert(kMostPartTiles == kWarps);
 
+// Eight CTAs, where each has an SM to itself, are quicker at fetching. Of a larger batch the SMs
+// would get one to four of them, while the kernel ahead is still there: there are four then, which
+// take two parts and are too large to be four to an SM.
+constexpr int kManyWindowCtas = 8, kFewWindowCtas = 4;
+
+// Of one head, a part: slices as the lanes hold them, of lane 4 g + t number g.
+struct WindowPart {
+  float2 slices[kSlices][8];  // elements g and g + 8
+  float2 stats;               // maximum and total
+};
+
+// CTA i of kCtas has every kCtas-th tile from the i-th on, and writes kHeads query heads.
 // Dynamic shared memory: a tile for each warp that may have one, in whose place its result comes.
-__global__ void __launch_bounds__(kWarps* kWarp, 4)
+template <int kCtas>
+__global__ void __launch_bounds__(kMostWindowTiles / kCtas * kWarp, kCtas / 2)
     attention_window(const __grid_constant__ Job job) {
+  constexpr int kHeads = kAttentionGroup / kCtas, kOwnParts = kWindowParts / kCtas;
   extern __shared__ uint8_t dynamic[];
-  __shared__ HeadPair pairs[kWarps * 4];
-  // Of this CTA's head, from all CTAs.
-  __shared__ __align__(16) float cta_out[kWindowCtas][kAttentionHeadDim];
-  __shared__ float2 cta_stats[kWindowCtas];  // maximum and total
-  __shared__ Barrier complete;               // when all of them have come
+  __shared__ HeadPair pairs[kMostWindowTiles / kCtas * 4];
+  __shared__ WindowPart parts[kHeads][kWindowParts];  // of this CTA's heads, from all CTAs
+  __shared__ Barrier complete;                        // when all of them have come
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = lane_index();
   const auto rank = static_cast<int>(cluster_rank());
   const auto kv_head = static_cast<int>(blockIdx.y), request = static_cast<int>(blockIdx.z);
@@ -371,10 +386,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   const uint32_t k_side = shared_address(own), v_side = k_side + kSideBytes;
 
   const int length = job.in.lengths[request];
-  const int head = kv_head * kAttentionGroup + rank;  // that this CTA writes
+  // What the thread writes at the end: of one head two elements.
+  constexpr int kWriters = kAttentionHeadDim / 2;  // of a head
+  const int written = static_cast<int>(threadIdx.x) / kWriters % kHeads;
+  const int head = kv_head * kAttentionGroup + rank * kHeads + written;
   const float sink = sink_of(job.in, head);
   const AttentionKeys keys = attention_keys(length, job.capacity, job.in.window);
-  const int tile = keys.tile + rank + warp * kWindowCtas;
+  const int tile = keys.tile + rank + warp * kCtas;
   const int first = keys.first - tile * kAttentionTile, last = keys.last - tile * kAttentionTile;
   const bool has_tile = tile < keys.tile_end;
   int page = -1;
@@ -383,18 +401,19 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   }
   const TilePlace place(job.pages, tile, page, kv_head);
   if (has_tile) {
-    fetch_side(k_side, job.pages, place, false);
+    fetch_side(k_side, job.pages, place, false, first, last);
     close_copies();
-    fetch_side(v_side, job.pages, place, true);
+    fetch_side(v_side, job.pages, place, true, first, last);
     close_copies();
   }
   if (threadIdx.x == 0) {
     complete.init(1);
     publish_barriers();
-    complete.arrive_expecting(sizeof(cta_out) + sizeof(cta_stats));
+    complete.arrive_expecting(sizeof(parts));
   }
   __syncwarp();
   announce_cluster();
+  await_cluster();
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (has_tile) {
@@ -413,55 +432,62 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
     await_copies<0>();
     __syncwarp();
     if (has_row) newest.put(v_side, true);
-    if (first > 0 || last < kAttentionTile) clear_values(v_side, first, last);
     __syncwarp();
     found.add_values(v_side);
     put_result(found, own, pairs + warp * 4);
   }
   __syncthreads();
-  await_cluster();
 
-  // Each warp merges a slice, whose eight heads go to eight CTAs.
-  const int rest = keys.tiles() - rank;
-  const int parts = rest <= 0 ? 0 : (rest + kWindowCtas - 1) / kWindowCtas;
-  Merged merged;
-  merged.find_maximum(parts, pairs);
-  merged.add(parts, tiles + warp * kSliceBytes, 2 * kSideBytes, pairs);
-  const int g = lane / 4, t = lane % 4;
+  // A warp merges a slice of each of the CTA's parts, whose eight heads go to all CTAs.
+  if (warp < kSlices) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const auto to = static_cast<uint32_t>(2 * t + i);
-    float* element = &cta_out[rank][warp * 16 + g];
-    const uint32_t barrier = shared_of(to, &complete);
-    const auto send = [&](const float* here, float value) {
-      send_cluster(shared_of(to, here), __float_as_uint(value), barrier);
-    };
-    send(element, merged.weighted[i]);
-    send(element + 8, merged.weighted[2 + i]);
-    if (warp == 0 && g == 0) {
-      send(&cta_stats[rank].x, merged.heads.maximum[i]);
-      send(&cta_stats[rank].y, merged.heads.total[i]);
+    for (int i = 0; i < kOwnParts; ++i) {
+      const int part = rank + i * kCtas;
+      const int count = (keys.tiles() - part + kWindowParts - 1) / kWindowParts;
+      Merged<4 * kOwnParts> merged;
+      merged.find_maximum(count, pairs + i * 4);
+      merged.add(count, tiles + i * 2 * kSideBytes + warp * kSliceBytes, kOwnParts * 2 * kSideBytes,
+                 pairs + i * 4);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int to_head = lane % 4 * 2 + j;
+        const auto to = static_cast<uint32_t>(to_head / kHeads);
+        WindowPart& there = parts[to_head % kHeads][part];
+        const uint32_t barrier = shared_of(to, &complete);
+        send_cluster(shared_of(to, &there.slices[warp][lane / 4]),
+                     make_float2(merged.weighted[j], merged.weighted[2 + j]), barrier);
+        if (warp == 0 && lane / 4 == 0) {
+          send_cluster(shared_of(to, &there.stats),
+                       make_float2(merged.heads.maximum[j], merged.heads.total[j]), barrier);
+        }
+      }
     }
   }
-  const int element = static_cast<int>(threadIdx.x) * 2;
-  if (element >= kAttentionHeadDim) return;
+  if (threadIdx.x >= kHeads * kWriters) return;
+  const int slice = static_cast<int>(threadIdx.x) / 8 % kSlices;
+  const int g = static_cast<int>(threadIdx.x) % 8;
+  const WindowPart* of_head = parts[written];
   complete.wait(0);
   float maximum = -INFINITY;
 #pragma unroll
-  for (int i = 0; i < kWindowCtas; ++i) maximum = fmaxf(maximum, cta_stats[i].x);
+  for (int i = 0; i < kWindowParts; ++i) maximum = fmaxf(maximum, of_head[i].stats.x);
   float total = 0.0f, low = 0.0f, high = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kWindowCtas; ++i) {
-    const float share = exp2_approx(cta_stats[i].x - base_of(maximum));
-    const float2 part = *reinterpret_cast<const float2*>(&cta_out[i][element]);
-    total = fmaf(cta_stats[i].y, share, total);
-    low = fmaf(part.x, share, low);
-    high = fmaf(part.y, share, high);
+  for (int i = 0; i < kWindowParts; ++i) {
+    const float2 stats = of_head[i].stats, elements = of_head[i].slices[slice][g];
+    const float share = exp2_approx(stats.x - base_of(maximum));
+    total = fmaf(stats.y, share, total);
+    low = fmaf(elements.x, share, low);
+    high = fmaf(elements.y, share, high);
   }
   const float inverse = __frcp_rn(denominator(sink, maximum, total));
-  const float none = without_tiles(length);
-  *reinterpret_cast<uint32_t*>(out_of_head(job.in, request, head) + element) =
-      keys.tiles() == 0 ? pack_bf16(none, none) : pack_bf16(low * inverse, high * inverse);
+  const bool none = keys.tiles() == 0, is_odd = g % 2 != 0;
+  low = none ? without_tiles(length) : low * inverse;
+  high = none ? without_tiles(length) : high * inverse;
+  // Elements g and g + 8 of two neighbours become neighbours.
+  const float taken = __shfl_xor_sync(0xffffffffu, is_odd ? low : high, 1);
+  uint16_t* to = out_of_head(job.in, request, head) + slice * 16 + (is_odd ? g + 7 : g);
+  *reinterpret_cast<uint32_t*>(to) = is_odd ? pack_bf16(taken, high) : pack_bf16(low, taken);
 }
 
 // ------------------------------------------------------------------------------ launches
@@ -547,16 +573,18 @@ cudaError_t launch_long(const Job& job, int64_t items, const Launch& launch) {
   return launch_kernel(launch, shape, attention_long<kSides, kCtas>, job);
 }
 
+template <int kCtas>
 cudaError_t launch_window(const Job& job, const Launch& launch) {
-  Shape shape;
-  shape.grid = dim3(kWindowCtas, static_cast<unsigned>(job.in.cache.kv_heads),
-                    static_cast<unsigned>(job.in.requests));
-  shape.block = kWarps * kWarp;
   // The most tiles that the window's keys lie in, whatever the last one's position.
   const int tiles = (job.in.window + kAttentionTile - 2) / kAttentionTile + 1;
-  shape.shared_bytes = ceil_div(tiles, kWindowCtas) * 2 * kSideBytes + kSideAlignment;
-  shape.cluster = kWindowCtas;
-  return launch_kernel(launch, shape, attention_window, job);
+  const auto warps = static_cast<int>(ceil_div(tiles, kCtas));
+  Shape shape;
+  shape.grid = dim3(kCtas, static_cast<unsigned>(job.in.cache.kv_heads),
+                    static_cast<unsigned>(job.in.requests));
+  shape.block = static_cast<unsigned>(std::max(warps, kSlices)) * kWarp;
+  shape.shared_bytes = size_t{2} * warps * kSideBytes + kSideAlignment;
+  shape.cluster = kCtas;
+  return launch_kernel(launch, shape, attention_window<kCtas>, job);
 }
 
 }  // namespace
@@ -585,7 +613,12 @@ int64_t attention_partials(const AttentionDecode& in) {
 
 cudaError_t attention_decode(const AttentionDecode& in, const Launch& launch) {
   Job job = job_of(in);
-  if (is_short(in)) return launch_window(job, launch);
+  if (is_short(in)) {
+    const int64_t clusters = int64_t{in.requests} * in.cache.kv_heads;
+    return clusters * kManyWindowCtas <= multiprocessors()
+               ? launch_window<kManyWindowCtas>(job, launch)
+               : launch_window<kFewWindowCtas>(job, launch);
+  }
   if (!make_map(job.pages.k, in.cache, job.pages.blocks) ||
       !make_map(job.pages.v, in.cache, job.pages.blocks)) {
     return cudaErrorNotSupported;

@@ -37,7 +37,8 @@ __device__ __forceinline__ void put_result(WarpAttention& found, uint8_t* out, H
 }
 
 // Several parts as one: of a slice the lane's four elements. In shared memory; the parts' pairs of
-// heads stand four and four one after the other.
+// heads, four of each, stand kApart pairs one behind the other.
+template <int kApart = 4>
 struct Merged {
   HeadPair heads{{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
   float weighted[4] = {};
@@ -47,8 +48,8 @@ struct Merged {
     const HeadPair* own = pairs + lane_index() % 4;
 #pragma unroll 4
     for (int i = 0; i < parts; ++i) {
-      heads.maximum[0] = fmaxf(heads.maximum[0], own[i * 4].maximum[0]);
-      heads.maximum[1] = fmaxf(heads.maximum[1], own[i * 4].maximum[1]);
+      heads.maximum[0] = fmaxf(heads.maximum[0], own[i * kApart].maximum[0]);
+      heads.maximum[1] = fmaxf(heads.maximum[1], own[i * kApart].maximum[1]);
     }
   }
 
@@ -59,7 +60,7 @@ struct Merged {
     const uint8_t* at = slices + lane_index() * 16;
 #pragma unroll 4
     for (int i = 0; i < parts; ++i) {
-      const HeadPair pair = own[i * 4];
+      const HeadPair pair = own[i * kApart];
       const float4 part = *reinterpret_cast<const float4*>(at);
       const float f0 = exp2_approx(pair.maximum[0] - base_of(heads.maximum[0]));
       const float f1 = exp2_approx(pair.maximum[1] - base_of(heads.maximum[1]));

@@ -91,16 +91,17 @@ __device__ __forceinline__ void fetch_side(uint32_t to, Barrier& barrier, const 
 }
 
 // The same by copies of the lanes, which are quicker where there is one tile; the caller closes
-// the group.
+// the group. Zeros in the rows outside [first, last): what they hold may be no number.
 __device__ __forceinline__ void fetch_side(uint32_t to, const Pages& pages, const TilePlace& place,
-                                           bool is_v) {
+                                           bool is_v, int first, int last) {
   if (!pages.has(place.page)) return put_broken_side(to);
   const Side& side = is_v ? pages.v : pages.k;
   const int piece = lane_index() % kRowPieces, odd = lane_index() / kRowPieces;
   const char* from = place.row_of(side, odd) + piece * 16;
 #pragma unroll
   for (int i = 0; i < kAttentionTile / 2; ++i) {
-    copy_16_async(to + piece_place(2 * i + odd, piece), from, true);
+    const int row = 2 * i + odd;
+    copy_16_async(to + piece_place(row, piece), from, row >= first && row < last);
     from += 2 * side.row;
   }
 }

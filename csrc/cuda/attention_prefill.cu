@@ -1,12 +1,15 @@
 // Prefill attention on Hopper: tiles of 24 queries with the eight heads that share a KV head, 192
-// rows of one product, over tiles of 80 keys.
+// rows of one product, over tiles of 112 keys.
 //
 // A CTA is four warpgroups. One copies: a warp q, and three the keys and values, which go round a
 // ring (from the chunk's tensors in boxes of a whole tile, from the cache's pages in groups of 16
-// rows). The other three multiply, 64 rows each: while a warpgroup's softmax of one tile of keys
-// goes on, so do its product of the weights before with their values, and the other warpgroups'
-// products; they take turns in handing theirs in. CTAs are persistent, and take one tile of queries
-// after the other by a counter: the next one's copies begin while the one before it is computed.
+// rows). The other three multiply, 64 rows each. They take turns: in a turn a warpgroup hands in
+// the product of its weights with their values and, as soon as that is done, that of q with the
+// next keys. While its softmax goes on, the two others have their turns; since the next one's
+// values follow on this one's keys, there is always something to multiply. Weights stand in the
+// registers of their logits, so that tiles can be that large. CTAs are persistent, and take one
+// tile of queries after the other by a counter: the next one's copies begin while the one before it
+// is computed.
 //
 // A row sees its keys in tiles that begin at the same positions whatever else is in the batch.
 #include <initializer_list>
@@ -35,8 +38,8 @@ constexpr int kMultiplying = 3;  // warpgroups
 constexpr int kThreads = (kMultiplying + 1) * kWarpgroup;
 constexpr int kRows = 64;  // of each
 constexpr int kQueries = kMultiplying * kRows / kPrefillGroup;
-constexpr int kKeys = 80;
-constexpr int kStages = 8;     // tiles of keys in shared memory, on one side (K or V) each
+constexpr int kKeys = 112;
+constexpr int kStages = 6;     // tiles of keys in shared memory, on one side (K or V) each
 constexpr uint32_t kTold = 4;  // numbers of tiles of queries in shared memory
 // Registers of a thread.
 constexpr int kToMultiply = 152, kToCopy = 56;
@@ -238,11 +241,7 @@ class PrefillCopier {
       const uint32_t sides = 2 * keys.tiles;
 #pragma unroll 1
       for (uint32_t i = (warp + kWarps - before % kWarps) % kWarps; i < sides; i += kWarps) {
-        // Keys of tile 0, of 1, values of 0, keys of 2, ..., values of the last but one, of the
-        // last.
-        const bool is_v = i + 1 == sides || (i > 0 && i % 2 == 0);
-        const uint32_t of = is_v ? (i - 1) / 2 : (i + 1) / 2;
-        copy_side(tile, keys, static_cast<int>(of), is_v, before + i);
+        copy_side(tile, keys, static_cast<int>(i / 2), i % 2 != 0, before + i);
       }
       before += sides;
     }
@@ -327,9 +326,9 @@ class PrefillMultiplier {
  public:
   using Side = Ring<kStages>;
 
-  __device__ __forceinline__ PrefillMultiplier(const Job& job, uint32_t shared)
-      : job_(job), shared_(shared) {
-    // By a shuffle, so that it is seen to be the same in all lanes.
+  __device__ __forceinline__ PrefillMultiplier(const Job& job, uint32_t shared) : job_(job) {
+    // By shuffles, so that they are seen to be the same in all lanes, and are not found again.
+    shared_ = __shfl_sync(0xffffffffu, shared, 0);
     warp_ = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);
   }
 
@@ -341,7 +340,7 @@ class PrefillMultiplier {
       const QueryTile tile = schedule.tile(index);
       const KeyTiles keys = key_tiles(tile.context, tile.first, tile.last, job_.in.window, kKeys);
       await_phase(query_full_at(shared_), round % 2);
-      attend(keys, tile.first + query(), tile.last);
+      attend(tile, keys);
       // Found again, which takes no registers meanwhile.
       write(schedule.tile(schedule.told(round)));
     }
@@ -365,68 +364,54 @@ class PrefillMultiplier {
     if (lane() == 0) arrive(barrier);
   }
 
-  __device__ __forceinline__ void attend(const KeyTiles& keys, int position, int last) {
+  // `position`: of the first of the warp's queries. A turn ends with a product with keys, but for
+  // the tile's last one.
+  __device__ __forceinline__ void attend(const QueryTile& tile, const KeyTiles& keys) {
+    const int position = tile.first + query(), last = tile.last;
+    const int first_masked = keys.past_tiles + (tile.first + 1 - keys.chunk_first) / kKeys;
     rows_.clear();
-    Side of_keys = ring_;
-    await(of_keys);
+    Side side = ring_;
+    await(side);
     await_turn();
     begin_products();
-    hand_in_logits(of_keys.stage);
+    hand_in_logits(side.stage);
     close_products();
     pass_turn();
-    await_products<0>();
-    settle(rows_.logits);
-    release(empty_at(shared_, of_keys.stage));
-    if (keys.tiles == 1) release(query_empty_at(shared_));
-    mask(keys, 0, position, last);
-    rows_.weigh(job_.scale);
-    rows_.round_weights();
-    of_keys.advance();
-    Side of_values = of_keys;
-    if (keys.tiles > 1) of_values.advance();
-    await(of_values);
 #pragma unroll 1
-    for (int i = 1; i < keys.tiles; ++i) {
-      await(of_keys);
+    for (int i = 0;; ++i) {
+      const bool is_last = i + 1 == keys.tiles, ends_past = i + 1 == keys.past_tiles;
+      await_products<0>();
+      settle(rows_.logits);
+      release(empty_at(shared_, side.stage));
+      if (is_last) release(query_empty_at(shared_));
+      if (job_.in.window > 0 || ends_past || i >= first_masked) mask(keys, i, position, last);
+      rows_.weigh(job_.scale, i > 0);
+      rows_.round_weights();
+      side.advance();
+      await(side);
       await_turn();
+      if (i == 0 || ends_past || is_last) clear_values(keys, i, last, side.stage);
       begin_products();
-      hand_in_logits(of_keys.stage);
+      hand_in_values(side.stage, i > 0);
       close_products();
-      clear_values(keys, i - 1, last, of_values.stage);
-      begin_products();
-      hand_in_values(of_values.stage, i > 1);
-      close_products();
-      pass_turn();
-      await_products<1>();
-      settle(rows_.logits);
-      release(empty_at(shared_, of_keys.stage));
-      if (i + 1 == keys.tiles) release(query_empty_at(shared_));
-      mask(keys, i, position, last);
-      const float2 factor = rows_.weigh(job_.scale);
-      // The next values are waited for here, because the compiler would move the wait for the
-      // product in front of the softmax, were there no loop between them.
-      settle(rows_.logits);
-      const int previous = of_values.stage;
-      of_keys = of_values;
-      of_keys.advance();
-      of_values = of_keys;
-      if (i + 1 < keys.tiles) of_values.advance();
-      await(of_values);
+      if (is_last) break;
+      const int values = side.stage;
+      side.advance();
+      await(side);
       await_products<0>();
       settle(rows_.out);
-      release(empty_at(shared_, previous));
-      rows_.multiply_out(factor);
-      rows_.round_weights();
+      release(empty_at(shared_, values));
+      begin_products();
+      hand_in_logits(side.stage);
+      close_products();
+      pass_turn();
     }
-    clear_values(keys, keys.tiles - 1, last, of_values.stage);
-    begin_products();
-    hand_in_values(of_values.stage, keys.tiles > 1);
-    close_products();
+    pass_turn();
     await_products<0>();
     settle(rows_.out);
-    release(empty_at(shared_, of_values.stage));
-    of_values.advance();
-    ring_ = of_values;
+    release(empty_at(shared_, side.stage));
+    side.advance();
+    ring_ = side;
   }
 
   __device__ __forceinline__ void await(const Side& side) const {

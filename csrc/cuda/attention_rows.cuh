@@ -39,12 +39,12 @@ class RowAttention {
 
   float out[kOut];          // [element / 8][query][2]
   float logits[kKeys / 2];  // [key / 8][query][2]
-  float maximum[2];         // of the logits as the product leaves them
+  float maximum[2];         // of the logits as the product leaves them, as far as it was followed
   float total[2];           // of the lane's own keys
   uint32_t weights[kKeys / 16][4];
 
   __device__ __forceinline__ void clear() {
-    maximum[0] = maximum[1] = -INFINITY;
+    maximum[0] = maximum[1] = limit_[0] = limit_[1] = -INFINITY;
     total[0] = total[1] = 0.0f;
   }
 
@@ -65,26 +65,35 @@ class RowAttention {
     }
   }
 
-  // Logits become weights, not yet rounded; `scale` is in units of log2(e). Returns by what sums
-  // over the keys before are to be multiplied.
-  __device__ __forceinline__ float2 weigh(float scale) {
-    float factor[2];
+  // Logits become weights, not yet rounded; `scale` is in units of log2(e). `multiplied`: `out` has
+  // the keys before, and is multiplied by what a new maximum makes of their weights.
+  //
+  // Most tiles raise some row's maximum a little. Weights by the maximum before are as good, unless
+  // one of them makes up so much of its row that its rounding shows, where the row's own maximum
+  // would be 1 and need none: so the maximum is followed if a weight is more than a quarter of the
+  // row's sum so far. That is a row's own affair: no other row changes a bit of it.
+  __device__ __forceinline__ void weigh(float scale, bool multiplied) {
+    float raised[2];
 #pragma unroll
     for (int query = 0; query < 2; ++query) {
-      float top[2] = {maximum[query], -INFINITY};
+      float top[2] = {logits[query * 2], logits[query * 2 + 1]};
 #pragma unroll
-      for (int i = query * 2; i < kKeys / 2; i += 4) {
+      for (int i = query * 2 + 4; i < kKeys / 2; i += 4) {
         top[0] = fmaxf(top[0], logits[i]);
         top[1] = fmaxf(top[1], logits[i + 1]);
       }
-      float raised = fmaxf(top[0], top[1]);
-      raised = fmaxf(raised, __shfl_xor_sync(0xffffffffu, raised, 1));
-      raised = fmaxf(raised, __shfl_xor_sync(0xffffffffu, raised, 2));
+      raised[query] = fmaxf(top[0], top[1]);
+      raised[query] = fmaxf(raised[query], __shfl_xor_sync(0xffffffffu, raised[query], 1));
+      raised[query] = fmaxf(raised[query], __shfl_xor_sync(0xffffffffu, raised[query], 2));
+    }
+    if (__any_sync(0xffffffffu, raised[0] * scale > limit_[0] || raised[1] * scale > limit_[1])) {
+      follow(raised, scale, multiplied);
+    }
+#pragma unroll
+    for (int query = 0; query < 2; ++query) {
       // Where every logit is -inf: -inf - -inf would be NaN.
-      const float base = raised == -INFINITY ? 0.0f : raised * scale;
-      factor[query] = exp2_approx(fmaf(maximum[query], scale, -base));
-      maximum[query] = raised;
-      float sums[2] = {total[query] * factor[query], 0.0f};
+      const float base = maximum[query] == -INFINITY ? 0.0f : maximum[query] * scale;
+      float sums[2] = {total[query], 0.0f};
 #pragma unroll
       for (int i = query * 2; i < kKeys / 2; i += 4) {
 #pragma unroll
@@ -95,19 +104,18 @@ class RowAttention {
       }
       total[query] = sums[0] + sums[1];
     }
-    return make_float2(factor[0], factor[1]);
   }
 
+  // Here and not where the compiler would have them, behind a wait for other warps.
   __device__ __forceinline__ void round_weights() {
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) {
       weights[i / 4][i % 4] = pack_bf16(logits[2 * i], logits[2 * i + 1]);
     }
-  }
-
-  __device__ __forceinline__ void multiply_out(const float2& factor) {
 #pragma unroll
-    for (int i = 0; i < kOut; ++i) out[i] *= i / 2 % 2 == 0 ? factor.x : factor.y;
+    for (auto& words : weights) {
+      asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])::"memory");
+    }
   }
 
   // Over the four lanes of a row.
@@ -115,6 +123,38 @@ class RowAttention {
 #pragma unroll
     for (int query = 0; query < 2; ++query) total[query] = lane_sum<4>(total[query]);
   }
+
+ private:
+  // How far above its maximum a row of this sum may have logits, in units of log2(e): to a quarter
+  // of the sum, and never so far that a weight could be out of range. The bits of a number are its
+  // logarithm, with a straight line from one power of two to the next, which is below the curve.
+  static __device__ __forceinline__ float room(float sum) {
+    const float power = static_cast<float>(__float_as_uint(sum)) * 0x1p-23f - (127.0f + 2.0f);
+    return fminf(fmaxf(power, 0.0f), 16.0f);
+  }
+
+  __device__ __forceinline__ void follow(const float (&raised)[2], float scale, bool multiplied) {
+    float factor[2] = {1.0f, 1.0f};
+    bool follows = false;
+#pragma unroll
+    for (int query = 0; query < 2; ++query) {
+      float sum = lane_sum<4>(total[query]);
+      // The sum has grown since the limit was found.
+      if (raised[query] * scale > maximum[query] * scale + room(sum)) {
+        factor[query] = exp2_approx((maximum[query] - raised[query]) * scale);
+        total[query] *= factor[query];
+        sum *= factor[query];
+        maximum[query] = raised[query];
+        follows = true;
+      }
+      limit_[query] = maximum[query] * scale + room(sum);
+    }
+    if (!multiplied || !__any_sync(0xffffffffu, follows)) return;
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) out[i] *= factor[i / 2 % 2];
+  }
+
+  float limit_[2];  // up to which logits move no maximum, in units of log2(e)
 };
 
 // Four lanes' words, each of which has one of every kind: afterwards lane i has the four of kind i,

@@ -54,6 +54,15 @@ __device__ __forceinline__ void send_cluster(uint32_t to, uint32_t value, uint32
       : "memory");
 }
 
+// The same with eight bytes, in one message.
+__device__ __forceinline__ void send_cluster(uint32_t to, const float2& value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::
+          "r"(to),
+      "r"(__float_as_uint(value.x)), "r"(__float_as_uint(value.y)), "r"(barrier)
+      : "memory");
+}
+
 // Every thread of the cluster comes to `announce_cluster`, and those that come back from
 // `await_cluster` know that all CTAs run and that the barriers which they published are there. No
 // other write is seen through this. A thread that will not write to others may leave after the

@@ -107,6 +107,15 @@ inline size_t shared_bytes_for(int ctas) {
   return share > 0 ? static_cast<size_t>(share) : 0;
 }
 
+// The least of which `ctas` CTAs do not fit an SM: who only wants to keep them out leaves the rest
+// to the kernels beside this one.
+inline size_t shared_bytes_against(int ctas) {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  return static_cast<size_t>(bytes / ctas);  // and some more is taken for each by the runtime
+}
+
 // Shared memory is static in the kernels of rows.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(const Launch& launch, dim3 grid, dim3 block,

@@ -2,6 +2,8 @@
 // the whole head. Of their elements they tell each other the sums of squares alone; then each
 // norms, turns and writes its own.
 
+#include <algorithm>
+
 #include "cuda/launch.cuh"
 #include "cuda/qkv.h"
 #include "cuda/qkv_head.cuh"
@@ -122,8 +124,8 @@ cudaError_t launch_plan(const QkvLinear& in, const Launch& launch) {
                         staged_bytes<Format>(job.tokens, pieces * Stream::kPiece / Format::kChunk) +
                         size_t{kWarps} * kTileSums * sizeof(float);
   // Where a fourth CTA fits, some SMs get four of Flint's 320 and others one: measured on an H200,
-  // 5.2 us instead of 4.6.
-  shape.shared_bytes = wanted > shared_bytes_for(3) ? wanted : shared_bytes_for(3);
+  // 5.2 us instead of 4.6. No more than that: decode attention is to begin beside them.
+  shape.shared_bytes = std::max(wanted, shared_bytes_against(4));
   return launch_kernel(launch, shape, qkv_few<Format, kThreads, kChunks, kStages, kWhole>, job,
                        Format::matrix(in.weight.elements, in.weight.scales));
 }

@@ -168,15 +168,15 @@ FLINT_MULTIPLY_SHARED(256,
                       FLINT_SUMS(48), FLINT_SUMS(64), FLINT_SUMS(80), FLINT_SUMS(96),
                       FLINT_SUMS(112))
 
-// sums[64 rows][80] (+)= a[64][16] * b[80][16]^T, `a` in shared memory as a right operand lies
+// sums[64 rows][112] (+)= a[64][16] * b[112][16]^T, `a` in shared memory as a right operand lies
 // there.
-__device__ __forceinline__ void multiply_shared(float (&sums)[40], uint64_t a, uint64_t b,
+__device__ __forceinline__ void multiply_shared(float (&sums)[56], uint64_t a, uint64_t b,
                                                 bool add) {
   asm volatile(
-      "{.reg .pred more; setp.ne.b32 more, %42, 0; "
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" FLINT_TEXT_0 ", " FLINT_TEXT_1
-      ", %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, more, 1, 1, 0, 0;}"
-      : FLINT_SUMS(0), FLINT_SUMS(16), FLINT_FOUR(32), FLINT_FOUR(36)
+      "{.reg .pred more; setp.ne.b32 more, %58, 0; "
+      "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 {" FLINT_TEXT_0 ", " FLINT_TEXT_1
+      ", " FLINT_TEXT_2 ", %48, %49, %50, %51, %52, %53, %54, %55}, %56, %57, more, 1, 1, 0, 0;}"
+      : FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32), FLINT_FOUR(48), FLINT_FOUR(52)
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 

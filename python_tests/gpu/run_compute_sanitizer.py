@@ -9,8 +9,8 @@ and reductions read what kernels here have written. cuBLAS reads padding that no
 tests read every input of a product by a kernel of torch's before (`_inputs_are_read`), so that what
 is not initialised in one is found there. So errors in cuBLAS are its own, and are counted apart.
 
---workers shares each tool's tests between as many processes, which all run at once. --seconds is
-for a machine that is lent: no test begins later, and how many were left is a row.
+All tools run at once, and --workers shares the tests of each between as many processes. With
+--seconds no test begins later, and how many were left is a row.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ REPORT = ["--print-limit", "100000", "--show-backtrace", "no", "--target-process
 # Of a package's own kernels the sanitizer says the namespace, or Triton's function.
 OURS = re.compile(r"flint::|^(" + "|".join(triton_kernels()) + r")\b")
 PRODUCT = re.compile(r"cublas|cutlass|gemm|gemv|nvjet|splitK", re.IGNORECASE)
-PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu"]
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu"]
 UNTIL = "SANITIZER_UNTIL"  # the time at which a test is left; how test_sanitized_gpu.py is told
 
 
 def collected(rest: list[str]) -> list[str]:
     """The tests, by their ids."""
-    command = [*PYTEST, "--collect-only", str(TESTS), "-k", "not unsanitized", *rest]
+    command = [*PYTEST, "-q", "--collect-only", str(TESTS), "-k", "not unsanitized", *rest]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     ids = [line for line in done.stdout.splitlines() if "::" in line]
     if done.returncode or not ids:
@@ -88,7 +88,7 @@ def run(tool: str, tests: list[str], log: Path | None, until: float) -> Report:
     # torch's own caching would hide where one tensor ends and the next begins.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", UNTIL: str(until)}
     done = subprocess.run(
-        [*command, *PYTEST, *tests],
+        [*command, *PYTEST, "-v", *tests],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     text = done.stdout + done.stderr
@@ -146,8 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         return options.logs and options.logs / f"{tool}.{number}.log"
 
     rows, total = [], 0
-    at_once = 1 if workers == 1 else workers * len(tools)
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(workers * len(tools)) as pool:
         running = {
             tool: [
                 pool.submit(run, tool, share, log(tool, i), until) for i, share in enumerate(shares)

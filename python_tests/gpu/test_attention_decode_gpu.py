@@ -244,6 +244,28 @@ def test_behind_the_kernel_that_writes_q_and_the_newest_key() -> None:
 # --------------------------------------------------------------------------------- what it takes
 
 
+@pytest.mark.parametrize("window", [0, 513])
+@pytest.mark.parametrize("requests", [1, 6])
+def test_A8_a_cache_of_more_than_2_31_elements(window: int, requests: int) -> None:
+    if not ON_GPU:
+        return
+    page = 128
+    blocks = 2**31 // (page * KV_HEADS * DIM) + 10
+    last = torch.arange(blocks - 8, blocks, device=DEVICE)
+    caches = [torch.zeros(blocks, page, KV_HEADS, DIM, dtype=BF16, device=DEVICE) for _ in range(2)]
+    for index, cache in enumerate(caches):
+        cache[last] = randn(8, page, KV_HEADS, DIM, seed=index)
+    q = randn(requests, HEADS, DIM, seed=2)
+    lengths = torch.arange(1000, 1000 - requests, -1, dtype=torch.int32, device=DEVICE)
+
+    def run(k: Tensor, v: Tensor, pages: Tensor) -> Tensor:
+        table = pages.int().expand(requests, -1).contiguous()
+        return ops.attention_decode(q, k, v, table, lengths, None, window)
+
+    few = [cache[last] for cache in caches]
+    assert torch.equal(bits(run(*caches, last)), bits(run(*few, last - last[0])))
+
+
 def test_which_calls_the_kernels_take() -> None:
     if not ON_GPU:
         return

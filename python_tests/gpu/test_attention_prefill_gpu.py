@@ -29,11 +29,11 @@ DEVICE = os.environ.get("ATTENTION_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"
 LONGEST = 2500 if ON_GPU else 100
 WINDOWS = (0, 1, 16, 513)
-# Tiles of 24 queries and of 80 keys, pages, the window, each with what lies beside it.
+# Tiles of 24 queries and of 112 keys, pages, the window, each with what lies beside it.
 EDGES = sorted(
     {
         max(0, n + d)
-        for n in (0, 16, 24, 48, 64, 80, 128, 160, 240, 512, 513, 536)
+        for n in (0, 16, 24, 48, 64, 112, 128, 224, 336, 512, 513, 536)
         for d in (-1, 0, 1)
     }
 )
@@ -114,6 +114,14 @@ def test_large_and_small_logits() -> None:
         begin, end = case.bounds(row)
         case.k[begin:end] = (factor[:, None, None] * direction / 8).to(BF16)
         case.q[begin:end] += direction.to(BF16)
+    assert_near_the_oracle(case)
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0, 30.0])
+def test_few_keys_that_have_most_of_the_weight(factor: float) -> None:
+    """Where the rounding of one weight shows, it has to be that of the row's own maximum."""
+    case = Case([(40 if not ON_GPU else 600, 60 if not ON_GPU else 1500)], kv_heads=1)
+    case.q *= factor
     assert_near_the_oracle(case)
 
 

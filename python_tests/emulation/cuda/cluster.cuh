@@ -18,6 +18,11 @@ inline void send_cluster(uint32_t to, uint32_t value, uint32_t barrier) {
   reinterpret_cast<Barrier*>(simt::shared_pointer(barrier, 8))->complete(4);
 }
 
+inline void send_cluster(uint32_t to, const float2& value, uint32_t barrier) {
+  std::memcpy(simt::shared_pointer(to, 8), &value, 8);
+  reinterpret_cast<Barrier*>(simt::shared_pointer(barrier, 8))->complete(8);
+}
+
 inline void announce_cluster() { simt::arrive_cluster(); }
 inline void await_cluster() { simt::await_cluster(); }
 

@@ -19,6 +19,7 @@ inline int multiprocessors() { return emulated_multiprocessors; }
 
 inline constexpr size_t kMostSharedBytes = 227 * 1024 - 4096;
 inline size_t shared_bytes_for(int ctas) { return 228 * 1024 / static_cast<size_t>(ctas) - 4096; }
+inline size_t shared_bytes_against(int ctas) { return 228 * 1024 / static_cast<size_t>(ctas); }
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(const Launch&, const Shape& shape, void (*kernel)(Parameters...),
