@@ -208,6 +208,7 @@ gpu-forward: $(STAMPS)/package
 gpu-bench: $(STAMPS)/package
 	rm -rf build/results/$(GPU)/kernels
 	$(PY) -m microbench.kernels --output build/results/$(GPU)/kernels
+	$(PY) -m microbench.scratch --output build/results/$(GPU)/kernels
 	mkdir -p docs/results/$(GPU)
 	cp build/results/$(GPU)/kernels/*.json docs/results/$(GPU)/
 	$(PY) -m microbench.tables

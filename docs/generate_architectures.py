@@ -70,13 +70,14 @@ Every op runs on the CPU and on a GPU. What differs is which body runs:
   They come before the general body on a GPU of such an architecture. No PTX is kept, so on any
   other GPU the general body runs; `flint-kernels info` says which it is and why. **few** is a
   kernel of the decode path: for 1 to 8 rows of BF16 and widths that it was made for. **many** is
-  one for BF16 with NVFP4 weights that takes any number of rows and widths of a multiple of 256; it
-  comes after the one for few. **heads** is decode attention: for up to 256 requests in BF16, 8
-  query heads a KV head, a head_dim of 128 and pages of 16, 32, 64 ... tokens (`takes` in
-  `backends/native_attention.py` tells). **chunks** is prefill attention: BF16, the same heads, up
-  to 1,024 requests, pages of a multiple of 16 tokens (`takes` in `backends/native_prefill.py`).
-  **topk** is the choice of up to 32 of 1,024 experts in BF16. **best** is sampling from up to 32
-  candidates a row, as `max_top_k` promises it. Any other call runs the general body.
+  one for BF16 that takes any number of rows: NVFP4 weights with widths of a multiple of 256, BF16
+  ones (of experts) of 64; it comes after the one for few. **heads** is decode attention: for up to
+  256 requests in BF16, 8 query heads a KV head, a head_dim of 128 and pages of 16, 32, 64 ...
+  tokens (`takes` in `backends/native_attention.py` tells). **chunks** is prefill attention: BF16,
+  the same heads, up to 1,024 requests, pages of a multiple of 16 tokens (`takes` in
+  `backends/native_prefill.py`). **topk** is the choice of up to 32 of 1,024 experts in BF16.
+  **best** is sampling from up to 32 candidates a row, as `max_top_k` promises it. Any other call
+  runs the general body.
 
 The library holds the CUDA kernels where nvcc 13 built it and `FLINT_KERNELS_CUDA_ARCHS` was left
 alone; where it was built without nvcc it has none of them, says so, and the other columns hold.

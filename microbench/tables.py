@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from microbench import forward_tables, plots, roofline
+from microbench.cases import sweep
 from microbench.plots import number
 
 ROOT = Path(__file__).parents[1]
@@ -288,6 +289,38 @@ def prefill_kernels() -> str:
     return f"![{ROOFLINE}](images/{ROOFLINE_PLOT.name})\n\n{table}"
 
 
+def sweep_table() -> str:
+    """Times of each op by the number of tokens, and where they are uneven."""
+    meta, rows = kernel_rows("sweep")
+    if not rows:
+        return NOT_MEASURED
+    series: dict[str, dict[int, str]] = {}
+    for row in rows:
+        name, tokens = row["case"].rsplit(" M=", 1)
+        series.setdefault(name, {})[int(tokens)] = number(row["median"])
+    tokens_of = sorted({tokens for times in series.values() for tokens in times})
+    lines = [
+        [f"`{name}`", *(times.get(tokens, "") for tokens in tokens_of)]
+        for name, times in series.items()
+    ]
+    uneven = [f"- {line}" for line in sweep.unevenness(rows)] or ["- nowhere"]
+    found = "\n".join(["Where time falls with more tokens, or more than doubles:", "", *uneven])
+    table = markdown(["op", *(f"{tokens:,}" for tokens in tokens_of)], lines)
+    return f"{table}\n\n{found}{conditions(meta)}"
+
+
+def scratch() -> str:
+    """The memory that a forward has in use at its peak."""
+    meta, rows = read(GPU, "scratch")
+    if not rows:
+        return NOT_MEASURED
+    lines = [
+        [row["case"], CHECKPOINTS[row["checkpoint"]], f"{row['median'] / 2**20:,.0f}"]
+        for row in rows
+    ]
+    return markdown(["forward", "checkpoint", "MiB"], lines) + conditions(meta)
+
+
 def products(meta: dict[str, Any], rows: Iterable[Row]) -> str:
     lines = [
         [
@@ -556,6 +589,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer-chain": layer_chain,
     "prefill-kernels": prefill_kernels,
     "roof": roof,
+    "scratch": scratch,
+    "sweep": sweep_table,
     "training": training,
     "validate": partial(validate, "cpu"),
     "validate-gpu": partial(validate, GPU),

@@ -46,6 +46,7 @@ ELSEWHERE = {
         "python_tests/test_architectures.py", "generate_architectures.py"),
     "python docs/generate_faults.py": ("python_tests/test_fault_cases.py", "generate_faults.py"),
     "python -m microbench.tables": ("python_tests/test_docs.py", '"tables.py"'),
+    "python -m microbench.linear_plans": ("python_tests/test_linear_plans.py", ".header("),
     "python3.13 -m flint_kernels.flint_tiny.corpus": (
         "python_tests/test_flint_tiny_training.py", "corpus.build("),
     "python -m flint_kernels.flint_tiny.train": (

@@ -34,6 +34,7 @@ from microbench.cases import (
     moe_layer_chain,
     norm,
     prefill,
+    sweep,
 )
 from microbench.roofs import Roofs
 from microbench.timer import Launch, Plan, fitting, interleaved, plan, rotated
@@ -167,6 +168,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Group]]:
     monkeypatch.setattr(decode, "MODEL", decode.TINY)
     monkeypatch.setattr(prefill, "ROWS", (5, 8))
     monkeypatch.setattr(moe_layer, "ROWS", (5,))
+    monkeypatch.setattr(sweep, "ROWS", (1, 4))
     monkeypatch.setattr(attention, "CASES", ((1, 90, 0), (3, 200, 33)))
     monkeypatch.setattr(attention_prefill, "CASES", ((8, 0, 0), (8, 0, 3), (5, 40, 0)))
     registry = cases.load()
@@ -187,17 +189,18 @@ DECODE_KERNELS = [
 PREFILL_KERNELS = ["experts_around", "experts_down", "experts_gate_up", "linear", "moe_layer"]
 ATTENTION = ["attention_decode"]
 PREFILL_ATTENTION = ["attention_prefill"]
+SWEEP = "sweep"
 LAYERS = "moe_layer_chain"  # a chain that is one launch: nothing of it is linked to another
 KERNELS = sorted(ROW_KERNELS + DECODE_KERNELS + ATTENTION)
 
 
 def test_the_benchmarks_are_those_of_the_kernels() -> None:
-    assert sorted([*KERNELS, *PREFILL_KERNELS, *PREFILL_ATTENTION, LAYERS]) == BENCHES
+    assert sorted([*KERNELS, *PREFILL_KERNELS, *PREFILL_ATTENTION, LAYERS, SWEEP]) == BENCHES
     assert {"rms_norm_plans", f"{LAYERS}_without_attention"} == cases.ON_REQUEST
     kernels_json = [name for name, file in cases.FILES.items() if file == "kernels"]
     assert sorted(kernels_json) == sorted([*ROW_KERNELS, "rms_norm_plans"])
     assert set(cases.FILES.values()) == {
-        "kernels", "decode_kernels", "prefill_kernels", "attention",
+        "kernels", "decode_kernels", "prefill_kernels", "attention", "sweep",
     }  # fmt: skip
 
 
@@ -527,7 +530,7 @@ def test_every_group_is_measured_from_buffers_to_rows(
             else:
                 # Of a window and of a past, prefill attention's only peer is FlashAttention-3.
                 alone = name == "attention_prefill" and row["case"] != "Q=8 K=8 W=0"
-                assert (row["peer"] == "") == (alone or name in (LAYERS, "moe_layer"))
+                assert (row["peer"] == "") == (alone or name in (LAYERS, "moe_layer", SWEEP))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")

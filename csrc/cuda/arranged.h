@@ -21,7 +21,7 @@ FLINT_HD constexpr int arranged_pair(int column) {
   return column / 256 * 256 + 64 * p + 8 * e + 2 * t;
 }
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(FLINT_EMULATED)
 
 // Eight BF16 of columns `column`, ... of a row that begins at `row`, to their places.
 __device__ __forceinline__ void store_arranged(uint16_t* row, int column, const uint4& eight) {

@@ -18,4 +18,22 @@ __device__ __forceinline__ uint32_t arrive_at(uint32_t* counter, uint32_t last) 
   return before;
 }
 
+// A counter of several CTAs. By itself an addition orders nothing.
+__device__ __forceinline__ int add_to(int32_t* counter, int value) {
+  return atomicAdd(counter, value);
+}
+
+// Adds, and what this thread wrote before, and those that it met, is seen by who sees the sum.
+__device__ __forceinline__ void add_released(int32_t* counter, int value) {
+  asm volatile("fence.acq_rel.gpu; red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter),
+               "r"(value)
+               : "memory");
+}
+
+__device__ __forceinline__ int load_acquired(const int32_t* counter) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 }  // namespace flint::cuda

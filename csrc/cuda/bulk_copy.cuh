@@ -16,6 +16,11 @@ __device__ __forceinline__ void order_before_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The same of its accesses of all memory, and of copies of what others wrote and it knows of.
+__device__ __forceinline__ void order_with_copies() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 // `map` is a parameter of the kernel.
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");

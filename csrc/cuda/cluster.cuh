@@ -15,11 +15,33 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
 // `here`, an address in this CTA's shared memory, as the same place in the memory of CTA `rank`.
 __device__ __forceinline__ uint32_t shared_of(uint32_t rank, const void* here) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
   return there;
+}
+
+__device__ __forceinline__ uint32_t shared_of(uint32_t rank, uint32_t here) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+  return there;
+}
+
+// From an address that shared_of gave.
+__device__ __forceinline__ float4 load_cluster(uint32_t from) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(from)
+               : "memory");
+  return value;
 }
 
 // Stores four bytes and counts them for a barrier, both in the memory of the same CTA: who waits

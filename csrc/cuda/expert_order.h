@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "cuda/experts.h"
-#include "cuda/nvfp4_product.h"
+#include "cuda/product.h"
 #include "cuda/tiles.h"
 
 namespace flint::cuda {

@@ -69,9 +69,9 @@ cudaError_t moe_down_one(const MoeDown& in, const Launch& launch);
 bool moe_down_several_fits(const MoeDown& in);
 cudaError_t moe_down_several(const MoeDown& in, const Launch& launch);
 
-// The routed experts of any number of tokens, with NVFP4 weights, on a GPU of compute capability
-// 9.0: gate and up in fp32 after their scales, act = round(g * sigmoid(g) * u); y = round(scale *
-// sum(act * w)); out = round(round(sum(weight * y)) + shared), summed in the order of selection.
+// The routed experts of any number of tokens on a GPU of compute capability 9.0: gate and up in
+// fp32 after their scales, act = round(g * sigmoid(g) * u); y = round(scale * sum(act * w)); out =
+// round(round(sum(weight * y)) + shared), summed in the order of selection.
 //
 // What is done, in this order; bits. A product takes what the steps before it have left, or, where
 // an expert's tokens are few, x and entry_act themselves: they are given with the products too.
@@ -88,14 +88,16 @@ enum ExpertSteps : unsigned {
 struct RoutedExperts {
   unsigned steps;
   Routing routing;
-  int hidden, routed_size;  // multiples of 256
+  bool bf16;                // the weights, which have no scales then
+  bool gathers;             // gate and up bring x together themselves, where they have a way to
+  int hidden, routed_size;  // multiples of 256; of 64 for BF16
   const void* x;            // [tokens, hidden] BF16, x_stride elements apart
   int64_t x_stride;
   WeightMatrix gate_up;          // [experts, 2 * routed_size, hidden]: gate rows, then up rows
-  const float* gate_up_scale_2;  // [experts, 2]
+  const float* gate_up_scale_2;  // [experts, 2]; null for BF16
   const void* entry_act;         // [tokens, top_k, routed_size] BF16, or null
   WeightMatrix down;             // [experts, hidden, routed_size]
-  const float* down_scale_2;     // [experts]
+  const float* down_scale_2;     // [experts]; null for BF16
   const float* weights;          // [tokens, top_k]
   const void* shared;            // [tokens, hidden] BF16, or null
   void* out;                     // [tokens, hidden]

@@ -24,9 +24,9 @@ inline constexpr size_t kSharedWithoutAsking = 32 * 1024;
 inline constexpr size_t kMostSharedBytes = 227 * 1024 - 4096;
 inline constexpr unsigned kPortableCluster = 8;
 
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_kernel(const Launch& launch, const Shape& shape, void (*kernel)(Parameters...),
-                          Arguments&&... arguments) {
+// What a kernel of this shape has to be told before it is launched, or asked about.
+template <typename... Parameters>
+cudaError_t prepare_kernel(const Shape& shape, void (*kernel)(Parameters...)) {
   // Kernels with much shared memory ask for the same division of it and L1: an SM that has to
   // change that must first be empty, and would never begin with one beside the one ahead of it.
   if (shape.shared_bytes > 0) {
@@ -44,6 +44,13 @@ cudaError_t launch_kernel(const Launch& launch, const Shape& shape, void (*kerne
         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
   }
+  return cudaSuccess;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(const Launch& launch, const Shape& shape, void (*kernel)(Parameters...),
+                          Arguments&&... arguments) {
+  if (const auto error = prepare_kernel(shape, kernel); error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;
   if (launch.pdl) {
@@ -62,6 +69,23 @@ cudaError_t launch_kernel(const Launch& launch, const Shape& shape, void (*kerne
   config.attrs = attributes;
   config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+// How many clusters of this shape the current device runs at the same time; 0 where it has none.
+template <typename... Parameters>
+int most_clusters(const Shape& shape, void (*kernel)(Parameters...)) {
+  if (prepare_kernel(shape, kernel) != cudaSuccess) return 0;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {shape.cluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int count = 0;
+  return cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess ? count : 0;
 }
 
 // Of the current device.

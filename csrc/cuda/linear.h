@@ -54,9 +54,20 @@ bool linear_gate_several_fits(const Linear& linear);
 cudaError_t linear_gate_several(const Linear& linear, const Launch& launch);
 
 // The same for any number of tokens, with NVFP4 weights, on a GPU of compute capability 9.0; no
-// logits. A token's bits are the same among any others.
+// logits. How it is cut: tiles of at most 64, 128 or 256 tokens, and so many CTAs that share the
+// columns of one. A token's bits are the same among any others with the same number of shares.
+struct LinearPlan {
+  int tokens, shares;
+};
+
+inline constexpr int kMostShares = 8;  // a portable cluster
+
 bool linear_many_fits(const Linear& linear);
 
-cudaError_t linear_many(const Linear& linear, const Launch& launch);
+// Whether there is such a plan for these sizes; and the one that takes the least time.
+bool linear_many_has(const Linear& linear, const LinearPlan& plan);
+LinearPlan linear_many_plan(const Linear& linear);
+
+cudaError_t linear_many(const Linear& linear, const LinearPlan& plan, const Launch& launch);
 
 }  // namespace flint::cuda

@@ -22,7 +22,7 @@
 #include "cuda/mma.cuh"
 #include "cuda/moe_act.cuh"
 #include "cuda/nvfp4_decode.cuh"
-#include "cuda/nvfp4_product.h"
+#include "cuda/product.h"
 #include "cuda/shared_loads.cuh"
 
 namespace flint::cuda {

@@ -6,11 +6,10 @@
 #include <cstdint>
 
 #include "cuda/nvfp4_decode.cuh"
+#include "cuda/product.h"
 #include "cuda/shared_loads.cuh"
 
 namespace flint::cuda {
-
-inline constexpr int kWeightColumns = 256;  // of a stage of weights
 
 // The bits of `first` under the mask, else those of `second`.
 __device__ __forceinline__ uint32_t choose_bits(uint32_t mask, uint32_t first, uint32_t second) {

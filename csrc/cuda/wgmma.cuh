@@ -55,6 +55,11 @@ template <int kRows>
 __device__ __forceinline__ void multiply_rows(float (&sums)[kRows / 2], const uint32_t (&a)[4],
                                               uint64_t b, bool add);
 
+// The same with `a` in shared memory, as a right operand lies there.
+template <int kRows>
+__device__ __forceinline__ void multiply_rows_shared(float (&sums)[kRows / 2], uint64_t a,
+                                                     uint64_t b, bool add);
+
 // The operands by number: sums, then `a`, `b` and `add`.
 #define FLINT_TEXT_0                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, " \
@@ -122,6 +127,47 @@ FLINT_MULTIPLY(256,
                FLINT_SUMS(32), FLINT_SUMS(48), FLINT_SUMS(64), FLINT_SUMS(80), FLINT_SUMS(96),
                FLINT_SUMS(112))
 
+#define FLINT_MULTIPLY_SHARED(rows, text, a_text, b_text, add_text, ...)                          \
+  template <>                                                                                     \
+  __device__ __forceinline__ void multiply_rows_shared<rows>(float (&sums)[rows / 2], uint64_t a, \
+                                                             uint64_t b, bool add) {              \
+    asm volatile("{.reg .pred more; setp.ne.b32 more, " add_text                                  \
+                 ", 0; wgmma.mma_async.sync.aligned.m64n" #rows "k16.f32.bf16.bf16 {" text        \
+                 "}, " a_text ", " b_text ", more, 1, 1, 0, 0;}"                                  \
+                 : __VA_ARGS__                                                                    \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                   \
+  }
+FLINT_MULTIPLY_SHARED(32, FLINT_TEXT_0, "%16", "%17", "%18", FLINT_SUMS(0))
+FLINT_MULTIPLY_SHARED(64, FLINT_TEXT_0 ", " FLINT_TEXT_1, "%32", "%33", "%34", FLINT_SUMS(0),
+                      FLINT_SUMS(16))
+FLINT_MULTIPLY_SHARED(96, FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2, "%48", "%49", "%50",
+                      FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32))
+FLINT_MULTIPLY_SHARED(128, FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", " FLINT_TEXT_3,
+                      "%64", "%65", "%66", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32),
+                      FLINT_SUMS(48))
+FLINT_MULTIPLY_SHARED(160,
+                      FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", " FLINT_TEXT_3
+                                   ", " FLINT_TEXT_4,
+                      "%80", "%81", "%82", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32),
+                      FLINT_SUMS(48), FLINT_SUMS(64))
+FLINT_MULTIPLY_SHARED(192,
+                      FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", " FLINT_TEXT_3
+                                   ", " FLINT_TEXT_4 ", " FLINT_TEXT_5,
+                      "%96", "%97", "%98", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32),
+                      FLINT_SUMS(48), FLINT_SUMS(64), FLINT_SUMS(80))
+FLINT_MULTIPLY_SHARED(224,
+                      FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", " FLINT_TEXT_3
+                                   ", " FLINT_TEXT_4 ", " FLINT_TEXT_5 ", " FLINT_TEXT_6,
+                      "%112", "%113", "%114", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32),
+                      FLINT_SUMS(48), FLINT_SUMS(64), FLINT_SUMS(80), FLINT_SUMS(96))
+FLINT_MULTIPLY_SHARED(256,
+                      FLINT_TEXT_0 ", " FLINT_TEXT_1 ", " FLINT_TEXT_2 ", " FLINT_TEXT_3
+                                   ", " FLINT_TEXT_4 ", " FLINT_TEXT_5 ", " FLINT_TEXT_6
+                                   ", " FLINT_TEXT_7,
+                      "%128", "%129", "%130", FLINT_SUMS(0), FLINT_SUMS(16), FLINT_SUMS(32),
+                      FLINT_SUMS(48), FLINT_SUMS(64), FLINT_SUMS(80), FLINT_SUMS(96),
+                      FLINT_SUMS(112))
+
 // sums[64 rows][112] (+)= a[64][16] * b[112][16]^T, `a` in shared memory as a right operand lies
 // there.
 __device__ __forceinline__ void multiply_shared(float (&sums)[56], uint64_t a, uint64_t b,
@@ -146,6 +192,7 @@ __device__ __forceinline__ void multiply_upright(float (&sums)[64], const uint32
 }
 
 #undef FLINT_MULTIPLY
+#undef FLINT_MULTIPLY_SHARED
 #undef FLINT_SUMS
 #undef FLINT_FOUR
 #undef FLINT_TEXT_0

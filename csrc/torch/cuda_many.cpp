@@ -14,10 +14,12 @@ bool many_rows(const Tensor& x) {
          x.stride(1) == 1;
 }
 
-// x [rows, width]; `output` as in cuda::LinearOutput; shard_sizes of the first three shards.
+// x [rows, width]; `output` as in cuda::LinearOutput; shard_sizes of the first three shards; tokens
+// and shares as in cuda::LinearPlan, 0 for the best.
 bool linear_many_cuda_out(const Tensor& x, const Tensor& weight, const Tensor& scale,
                           const Tensor& scale_2, int64_t first, int64_t second, int64_t third,
-                          int64_t output, Tensor out, bool enable_pdl) {
+                          int64_t output, int64_t tokens, int64_t shares, Tensor out,
+                          bool enable_pdl) {
   const CudaCall call(x, enable_pdl);
   const Weights weights(call, weight, scale, scale_2);
   if (!many_rows(x) || !weights.readable || weights.scales > cuda::kMostShards) return false;
@@ -26,17 +28,21 @@ bool linear_many_cuda_out(const Tensor& x, const Tensor& weight, const Tensor& s
   call.check_dense(out, "out", true, int64_t{in.tokens} * (halves ? in.rows / 2 : in.rows));
   in.out = mutable_data<void>(out);
   if (!cuda::linear_many_fits(in)) return false;
-  CudaCall::check_launch(cuda::linear_many(in, call.launch()), "linear");
+  cuda::LinearPlan plan{static_cast<int>(tokens), static_cast<int>(shares)};
+  if (tokens == 0) plan = cuda::linear_many_plan(in);
+  if (!cuda::linear_many_has(in, plan)) return false;
+  CudaCall::check_launch(cuda::linear_many(in, plan, call.launch()), "linear");
   return true;
 }
 
 // `steps` as cuda::ExpertSteps; what these do not need may be left out. order int32, rows [entries,
 // hidden], act and entry_act [entries, routed] BF16.
 bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hidden,
-                                  int64_t routed, int64_t steps, std::optional<Tensor> x,
-                                  std::optional<Tensor> w13, std::optional<Tensor> scale,
-                                  std::optional<Tensor> scale_2, std::optional<Tensor> w2,
-                                  std::optional<Tensor> w2_scale, std::optional<Tensor> w2_scale_2,
+                                  int64_t routed, bool bf16, bool gathers, int64_t steps,
+                                  std::optional<Tensor> x, std::optional<Tensor> w13,
+                                  std::optional<Tensor> scale, std::optional<Tensor> scale_2,
+                                  std::optional<Tensor> w2, std::optional<Tensor> w2_scale,
+                                  std::optional<Tensor> w2_scale_2,
                                   std::optional<Tensor> topk_weights, std::optional<Tensor> shared,
                                   std::optional<Tensor> entry_act, Tensor order, Tensor rows,
                                   Tensor act, std::optional<Tensor> out, bool enable_pdl) {
@@ -51,6 +57,9 @@ bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hi
   cuda::RoutedExperts in{};
   in.steps = static_cast<unsigned>(steps);
   in.routing = routing_of(call, ids, experts);
+  in.bf16 = bf16;
+  in.gathers = gathers;
+  const int64_t packed = bf16 ? 1 : 2;
   in.hidden = static_cast<int>(hidden);
   in.routed_size = static_cast<int>(routed);
   missing(cuda::kGatherTokens, x, "x");
@@ -64,8 +73,9 @@ bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hi
   }
   if (!missing(cuda::kGateUp, w13, "w13")) {
     const Weights weights(call, *w13, scale, scale_2);
-    if (!weights.readable) return false;
-    STD_TORCH_CHECK(w13->numel() == experts * routed * hidden, "w13: want [E, 2 * I, H / 2]");
+    if (!weights.readable || bf16 == scale.has_value()) return false;
+    STD_TORCH_CHECK(w13->numel() * packed == experts * 2 * routed * hidden,
+                    "w13: want [E, 2 * I, H], or half of H where it is packed");
     in.gate_up = weights.matrix;
     in.gate_up_scale_2 = weights.scale_2;
   }
@@ -76,8 +86,9 @@ bool routed_experts_many_cuda_out(const Tensor& ids, int64_t experts, int64_t hi
   }
   if (!missing(cuda::kDown, w2, "w2")) {
     const Weights weights(call, *w2, w2_scale, w2_scale_2);
-    if (!weights.readable) return false;
-    STD_TORCH_CHECK(w2->numel() * 2 == experts * hidden * routed, "w2: want [E, H, I / 2]");
+    if (!weights.readable || bf16 == w2_scale.has_value()) return false;
+    STD_TORCH_CHECK(w2->numel() * packed == experts * hidden * routed,
+                    "w2: want [E, H, I], or half of I where it is packed");
     in.down = weights.matrix;
     in.down_scale_2 = weights.scale_2;
   }
@@ -115,9 +126,11 @@ int64_t routed_experts_many_words(int64_t tokens, int64_t top_k, int64_t experts
 STABLE_TORCH_LIBRARY_FRAGMENT(flint_native, m) {
   m.def(
       "linear_many_cuda_out(Tensor x, Tensor weight, Tensor scale, Tensor scale_2, int first, "
-      "int second, int third, int output, Tensor(a!) out, bool enable_pdl) -> bool");
+      "int second, int third, int output, int tokens, int shares, Tensor(a!) out, bool enable_pdl) "
+      "-> bool");
   m.def(
-      "routed_experts_many_cuda_out(Tensor ids, int experts, int hidden, int routed, int steps, "
+      "routed_experts_many_cuda_out(Tensor ids, int experts, int hidden, int routed, bool bf16, "
+      "bool gathers, int steps, "
       "Tensor? x, Tensor? w13, Tensor? scale, Tensor? scale_2, Tensor? w2, Tensor? w2_scale, "
       "Tensor? w2_scale_2, Tensor? topk_weights, Tensor? shared, Tensor? entry_act, "
       "Tensor(a!) order, Tensor(b!) rows, Tensor(c!) act, Tensor(d!)? out, bool enable_pdl) "

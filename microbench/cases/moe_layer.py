@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer at prefill, everything of it but attention, in NVFP4.
+"""A Mixture-of-Experts layer at prefill, everything of it but attention.
 
 Both norms, qkv, q/k norm with RoPE and cache write, o, router, the shared expert, the routed ones
 and their combination, each launch behind the one that makes its input. What o takes is q in
@@ -7,8 +7,9 @@ attention's place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ ROWS = (8192,)
 
 @dataclass(frozen=True)
 class Layer:
+    checkpoint: str
     x: Tensor  # [M, H]
     residual: Tensor
     weights: dict[str, dict[str, Tensor]]
@@ -35,12 +37,13 @@ class Layer:
 
 def layer(buffers: Layer) -> Outputs:
     m, weights = decode.MODEL, buffers.weights
+    kind = buffers.checkpoint
     qkv, router, up, down = (weights[name] for name in ("qkv", "router", "gate_up", "down"))
     normed, residual = ops.fused_add_rms_norm(
         buffers.x, buffers.residual, weights["input_norm"]["weight"], decode.EPS
     )
-    matrix = qkv["weight"], qkv["weight_scale"], qkv["weight_scale_2"]
-    projected = ops.nvfp4_linear(normed, *matrix, [m.heads * m.dim, m.kv_rows, m.kv_rows])
+    shards = ([m.heads * m.dim, m.kv_rows, m.kv_rows],) if kind == "nvfp4" else ()
+    projected = op(kind, "linear")(normed, *of(qkv, "weight"), *shards)
     q, _ = ops.qk_norm_rope_kv_write(
         projected,
         qkv["q_weight"],
@@ -52,24 +55,35 @@ def layer(buffers: Layer) -> Outputs:
         buffers.v_cache,
         decode.EPS,
     )
-    mixed = ops.nvfp4_linear(q.flatten(1), *weights["o"].values())
+    mixed = op(kind, "linear")(q.flatten(1), *of(weights["o"], "weight"))
     normed, residual = ops.fused_add_rms_norm(mixed, residual, router["weight"], decode.EPS)
     chosen, ids = ops.router_topk(ops.bf16_linear(normed, router["router_weight"]), m.top_k)
-    names = "weight", "weight_scale", "weight_scale_2"
-    shared_up = {name: up[name.replace("weight", "shared_w13")] for name in names}
-    shared_down = {name: down[name.replace("weight", "shared_w2")] for name in names}
-    act = ops.nvfp4_linear_silu_and_mul(normed, *shared_up.values())
-    shared = ops.nvfp4_linear(act, *shared_down.values())
-    routed = up["w13"], up["w13_scale"], up["w13_scale_2"]
-    back = down["w2"], down["w2_scale"], down["w2_scale_2"]
-    out = ops.nvfp4_routed_experts(normed, chosen, ids, *routed, *back, shared)
+    act = op(kind, "linear_silu_and_mul")(normed, *of(up, "shared_w13"))
+    shared = op(kind, "linear")(act, *of(down, "shared_w2"))
+    experts = *of(up, "w13"), *of(down, "w2")
+    out = op(kind, "routed_experts")(normed, chosen, ids, *experts, shared)
     return out, residual
+
+
+def op(checkpoint: str, name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(ops, f"{checkpoint}_{name}")
+    return found
+
+
+def of(tensors: dict[str, Tensor], name: str) -> list[Tensor]:
+    """The weight of that name and its scales, if it has any."""
+    return [tensors[n] for n in (name, f"{name}_scale", f"{name}_scale_2") if n in tensors]
 
 
 @bench("moe_layer", file="prefill_kernels")
 def _(device: torch.device) -> Iterator[Group]:
+    for checkpoint in decode.CHECKPOINTS:
+        yield from groups(checkpoint, device)
+
+
+def groups(checkpoint: str, device: torch.device) -> Iterator[Group]:
     m = decode.MODEL
-    pool = [layer_weights("nvfp4", device, 100 * index) for index in range(2)]
+    pool = [layer_weights(checkpoint, device, 100 * index) for index in range(2)]
     cos_sin = cos_sin_table(m.positions, m.dim, theta=THETA).to(device)
     of_weights = sum(t.nbytes for part in pool[0].values() for t in part.values())
     routed = m.top_k * 3 * m.hidden * m.width
@@ -79,6 +93,7 @@ def _(device: torch.device) -> Iterator[Group]:
         def make(index: int, rows: int = rows) -> Layer:
             blocks = -(-rows // 16)
             return Layer(
+                checkpoint,
                 *(randn(device, 2 * index + i, rows, m.hidden) for i in range(2)),
                 pool[index % len(pool)],
                 cos_sin,
@@ -92,5 +107,5 @@ def _(device: torch.device) -> Iterator[Group]:
             make,
             [Subject("flint", layer, f"M={rows}")],
             flop=2 * rows * products,
-            checkpoint="nvfp4",
+            checkpoint=checkpoint,
         )

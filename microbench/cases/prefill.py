@@ -1,4 +1,4 @@
-"""Projections and routed experts of many tokens, with NVFP4 weights.
+"""Projections of many tokens with NVFP4 weights, and routed experts with either kind.
 
 Peers are torch's products with the weights' values in BF16, which they are given beforehand: four
 times the bytes, and nothing to decode.
@@ -81,6 +81,7 @@ def linear(buffers: Projection) -> Outputs:
 class Experts:
     """Entries whose experts rise, so that the order of experts is the one that they are in."""
 
+    checkpoint: str
     ids: Tensor  # [M, top_k]
     weight: dict[str, Tensor]
     dense: Tensor  # [E, N, K]
@@ -119,17 +120,19 @@ def between(ids: Tensor) -> dict[str, Tensor]:
 
 
 def experts_groups(
-    name: str, weight: str, features: int, columns: int, device: torch.device
+    name: str, weight: str, features: int, columns: int, checkpoint: str, device: torch.device
 ) -> Iterator[Group]:
     experts = decode.MODEL.experts
     scales = (experts, 2) if weight == "w13" else (experts,)
 
     def weights(index: int) -> dict[str, Tensor]:
         size = experts, features, columns
-        return decode.weights(weight, "nvfp4", device, index, *size, scales=scales)
+        return decode.weights(weight, checkpoint, device, index, *size, scales=scales)
 
     pool = Pool(weights, device)
-    dense = Pool(lambda index: {weight: expanded(weight, weights(index))}, device)
+    dense = pool
+    if checkpoint == "nvfp4":
+        dense = Pool(lambda index: {weight: expanded(weight, weights(index))}, device)
     step, peer = (gate_up, peer_gate_up) if weight == "w13" else (down, peer_down)
     for rows in ROWS:
 
@@ -137,8 +140,9 @@ def experts_groups(
             ids = rising_ids(rows, index, device)
             counts = torch.bincount(ids.flatten(), minlength=experts)
             inputs = randn(device, index, ids.numel(), columns)
+            ends = counts.cumsum(0).int()
             buffers = Experts(
-                ids, pool[index], dense[index][weight], counts.cumsum(0).int(), inputs, between(ids)
+                checkpoint, ids, pool[index], dense[index][weight], ends, inputs, between(ids)
             )
             if ids.is_cuda:
                 prepare(buffers, weight)
@@ -154,57 +158,50 @@ def experts_groups(
             make,
             [Subject("flint", step, f"M={rows}"), Subject("torch grouped_mm", peer)],
             flop=2 * entries * features * columns,
-            checkpoint="nvfp4",
+            checkpoint=checkpoint,
         )
+
+
+def run(
+    buffers: Experts | Around, steps: int, ids: Tensor, checkpoint: str, **given: Tensor
+) -> None:
+    """Steps of the kernels over what the buffers have between them."""
+    bf16 = checkpoint == "bf16"
+    tensors = {**buffers.between, **given}
+    native_many.experts(steps, ids, shape(), bf16=bf16, enable_pdl=False, **tensors)
 
 
 def prepare(buffers: Experts, weight: str) -> None:
     """The steps before the one that is timed. A token for each entry: it has no other."""
     ids, inputs = buffers.ids, buffers.inputs
-    before = native_many.ORDER | native_many.GATHER_ACTS
     if weight == "w2":
-        given = {"entry_act": inputs}
-        native_many.experts(before, ids, shape(), enable_pdl=False, **given, **buffers.between)
-        return
-    before = native_many.ORDER | native_many.GATHER_TOKENS
-    one_each = ids.view(-1, 1)
-    native_many.experts(before, one_each, shape(), enable_pdl=False, x=inputs, **buffers.between)
+        before = native_many.ORDER | native_many.GATHER_ACTS
+        run(buffers, before, ids, buffers.checkpoint, entry_act=inputs)
+    else:
+        before = native_many.ORDER | native_many.GATHER_TOKENS
+        run(buffers, before, ids.view(-1, 1), buffers.checkpoint, x=inputs)
+
+
+def named(buffers: Experts, *names: str) -> dict[str, Tensor]:
+    return dict(zip(names, buffers.weight.values(), strict=False))
 
 
 def gate_up(buffers: Experts) -> Outputs:
     """By entries, each a token of its own."""
     if not buffers.ids.is_cuda:
         return peer_gate_up(buffers)
-    w13, scale, scale_2 = buffers.weight.values()
-    native_many.experts(
-        native_many.GATE_UP | native_many.ACT_BY_ENTRY,
-        buffers.ids.view(-1, 1),
-        shape(),
-        enable_pdl=False,
-        x=buffers.inputs,
-        w13=w13,
-        scale=scale,
-        scale_2=scale_2,
-        **buffers.between,
-    )
+    steps = native_many.GATE_UP | native_many.ACT_BY_ENTRY
+    weight = named(buffers, "w13", "scale", "scale_2")
+    run(buffers, steps, buffers.ids.view(-1, 1), buffers.checkpoint, x=buffers.inputs, **weight)
     return (buffers.between["act"],)
 
 
 def down(buffers: Experts) -> Outputs:
     if not buffers.ids.is_cuda:
         return peer_down(buffers)
-    w2, scale, scale_2 = buffers.weight.values()
-    native_many.experts(
-        native_many.DOWN,
-        buffers.ids,
-        shape(),
-        enable_pdl=False,
-        entry_act=buffers.inputs,
-        w2=w2,
-        w2_scale=scale,
-        w2_scale_2=scale_2,
-        **buffers.between,
-    )
+    weight = named(buffers, "w2", "w2_scale", "w2_scale_2")
+    act = buffers.inputs
+    run(buffers, native_many.DOWN, buffers.ids, buffers.checkpoint, entry_act=act, **weight)
     return (buffers.between["rows"],)
 
 
@@ -225,13 +222,15 @@ def peer_down(buffers: Experts) -> Outputs:
 @bench("experts_gate_up", file=FILE)
 def _(device: torch.device) -> Iterator[Group]:
     _, hidden, width = shape()
-    yield from experts_groups("experts_gate_up", "w13", 2 * width, hidden, device)
+    for checkpoint in decode.CHECKPOINTS:
+        yield from experts_groups("experts_gate_up", "w13", 2 * width, hidden, checkpoint, device)
 
 
 @bench("experts_down", file=FILE)
 def _(device: torch.device) -> Iterator[Group]:
     _, hidden, width = shape()
-    yield from experts_groups("experts_down", "w2", hidden, width, device)
+    for checkpoint in decode.CHECKPOINTS:
+        yield from experts_groups("experts_down", "w2", hidden, width, checkpoint, device)
 
 
 # ---------------------------------------------------------------------------------- around them
@@ -251,19 +250,10 @@ def around(buffers: Around) -> Outputs:
     if not buffers.x.is_cuda:
         return peer_around(buffers)
     weights, ids = ops.router_topk(buffers.logits, decode.MODEL.top_k)
-    steps = native_many.ORDER | native_many.GATHER_TOKENS
-    native_many.experts(steps, ids, shape(), enable_pdl=False, x=buffers.x, **buffers.between)
+    run(buffers, native_many.ORDER | native_many.GATHER_TOKENS, ids, "nvfp4", x=buffers.x)
     out = torch.empty_like(buffers.x)
-    native_many.experts(
-        native_many.COMBINE,
-        ids,
-        shape(),
-        enable_pdl=False,
-        topk_weights=weights,
-        shared=buffers.shared,
-        out=out,
-        **{**buffers.between, "rows": buffers.outputs},
-    )
+    given = {"topk_weights": weights, "shared": buffers.shared, "out": out, "rows": buffers.outputs}
+    run(buffers, native_many.COMBINE, ids, "nvfp4", **given)
     return (out,)
 
 

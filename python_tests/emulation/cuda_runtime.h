@@ -7,9 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "simt.h"
 
+#define FLINT_EMULATED
 #define __device__
 #define __host__
 #define __global__
@@ -30,6 +32,12 @@ inline constexpr int cudaSuccess = 0, cudaErrorNotSupported = 801;
 
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) int2 {
+  int x, y;
 };
 struct alignas(8) uint2 {
   uint32_t x, y;
@@ -91,6 +99,13 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   return result;
 }
 
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+// In memory that other CTAs do not know.
+inline int atomicAdd(int* to, int value) { return std::exchange(*to, *to + value); }
+
 inline void __syncthreads() { simt::sync_cta(); }
 inline void __syncwarp() { simt::sync_warp(); }
 inline int __any_sync(unsigned, bool value) {
@@ -124,4 +139,11 @@ template <typename T>
 T __shfl_up_sync(unsigned, T value, int step) {
   const int lane = simt::current->lane();
   return simt::gather(value)[static_cast<size_t>(lane < step ? lane : lane - step)];
+}
+template <typename T>
+unsigned __match_any_sync(unsigned, T value) {
+  const auto all = simt::gather(value);
+  unsigned bits = 0;
+  for (size_t i = 0; i < all.size(); ++i) bits |= static_cast<unsigned>(all[i] == value) << i;
+  return bits;
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,15 +127,52 @@ def test_gates_at_the_ends() -> None:
     assert act[5] == 8096  # 8100, rounded
 
 
-def test_a_token_s_bits_are_its_own() -> None:
-    """Among 9 or 3,000 others, in tiles of any size, and beside rows of NaN."""
-    arguments = linear_arguments(3000, 640, 512, (640,))
-    (many,) = taken("nvfp4_linear", arguments)
-    (few,) = taken("nvfp4_linear", {**arguments, "x": arguments["x"][:9]})
-    assert torch.equal(bits(few), bits(many[:9]))
-    broken = arguments["x"].clone()
+PLANS = [(tokens, shares) for tokens in (64, 128, 256) for shares in (1, 2, 3, 6, 8)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("rows", [9, 200, 600])
+@pytest.mark.parametrize("output", [native_many.ROUNDED, native_many.SILU_AND_MUL])
+def test_every_plan_of_a_projection(plan: tuple[int, int], rows: int, output: int) -> None:
+    """Tiles of each size, whole or in shares of columns; 1,032 features end within a tile."""
+    a = linear_arguments(rows, 2 * 1032, 2304, (1032, 1032))
+    operands = (a["x"], a["weight"], a["weight_scale"], a["weight_scale_2"], a["shard_sizes"])
+    got = native_many.linear(*operands, output, plan=plan)
+    assert got is not NotImplemented
+    for _ in range(4):
+        assert torch.equal(bits(native_many.linear(*operands, output, plan=plan)), bits(got))
+    exact = exact_linear(a)
+    if output == native_many.SILU_AND_MUL:
+        gate, up = exact.to(BF16).double().chunk(2, dim=1)
+        exact = gate / (1 + torch.exp(-gate)) * up
+    assert relative_error(got, exact) <= ALLOWED * relative_error(exact.to(BF16), exact)
+
+
+def test_a_plan_that_there_is_not_is_handed_back() -> None:
+    a = linear_arguments(9, 128, 512, (128,))
+    operands = (a["x"], a["weight"], a["weight_scale"], a["weight_scale_2"], a["shard_sizes"])
+    for plan in ((32, 1), (64, 0), (64, 3), (64, 9)):
+        assert native_many.linear(*operands, native_many.ROUNDED, plan=plan) is NotImplemented
+
+
+@pytest.mark.parametrize("plan", PLANS[:5], ids=str)
+def test_a_token_s_bits_are_its_own(plan: tuple[int, int]) -> None:
+    """Among 9 or 3,000 others, in tiles of any size, and beside rows of NaN; with the same number
+    of shares."""
+    a = linear_arguments(3000, 640, 2048, (640,))
+    operands = (a["weight"], a["weight_scale"], a["weight_scale_2"], a["shard_sizes"])
+
+    def product(x: torch.Tensor, tokens: int) -> torch.Tensor:
+        out = native_many.linear(x, *operands, native_many.ROUNDED, plan=(tokens, plan[1]))
+        assert out is not NotImplemented
+        return out
+
+    many = product(a["x"], 256)
+    for tokens in (64, 128, 256):
+        assert torch.equal(bits(product(a["x"][:9], tokens)), bits(many[:9]))
+    broken = a["x"].clone()
     broken[1::3] = torch.nan
-    (beside,) = taken("nvfp4_linear", {**arguments, "x": broken})
+    beside = product(broken, plan[0])
     for start in (0, 2):
         assert torch.equal(bits(beside[start::3]), bits(many[start::3]))
     assert beside[1::3].isnan().all()
@@ -164,7 +204,12 @@ def test_other_widths_are_handed_back_and_computed() -> None:
 # -------------------------------------------------------------------------------------- experts
 
 
-def expert_arguments(rows: int, routing: str, hidden: int = HIDDEN, width: int = WIDTH) -> Bound:
+CHECKPOINTS = ("nvfp4", "bf16")
+
+
+def expert_arguments(
+    rows: int, routing: str, hidden: int = HIDDEN, width: int = WIDTH, checkpoint: str = "nvfp4"
+) -> Bound:
     generator = torch.Generator("cuda").manual_seed(5)
     shape = (rows, TOP_K)
     if routing == "random":
@@ -176,20 +221,37 @@ def expert_arguments(rows: int, routing: str, hidden: int = HIDDEN, width: int =
         ids = (torch.rand(shape, generator=generator, device="cuda") ** 4 * EXPERTS).long()
     else:  # skipped and impossible ones among them
         ids = torch.randint(-2, EXPERTS + 2, shape, generator=generator, device="cuda")
+    x = randn(rows, hidden, seed=3), torch.rand(shape, generator=generator, device="cuda")
+    shared = randn(rows, hidden, seed=4)
+    if checkpoint == "bf16":
+        w13 = randn(EXPERTS, 2 * width, hidden, seed=1) * hidden**-0.5
+        w2 = randn(EXPERTS, hidden, width, seed=2) * width**-0.5
+        return REGISTRY["bf16_routed_experts"].bind((*x, ids.int(), w13, w2, shared), {})
     w13, w13_scale = weight(EXPERTS, 2 * width, hidden, seed=1)
     w2, w2_scale = weight(EXPERTS, hidden, width, seed=2)
     factors = 1.0 + torch.arange(2 * EXPERTS, device="cuda").reshape(EXPERTS, 2) % 5
     return REGISTRY["nvfp4_routed_experts"].bind(
         (
-            randn(rows, hidden, seed=3),
-            torch.rand(shape, generator=generator, device="cuda"),
+            *x,
             ids.int(),
             *(w13, w13_scale, 4e-3 * factors),
             *(w2, w2_scale, 4e-3 * factors[:, 0].contiguous()),
-            randn(rows, hidden, seed=4),
+            shared,
         ),
         {},
     )
+
+
+def values(a: Bound, name: str, expert: int) -> torch.Tensor:
+    """The weight of an expert in FP64, without global scales."""
+    scales = a.get(f"{name}_scale")
+    weight = a[name][expert]
+    return weight.double() if scales is None else expanded(weight, scales[expert])
+
+
+def global_scales(a: Bound, name: str, expert: int) -> torch.Tensor:
+    scales = a.get(f"{name}_scale_2")
+    return torch.ones(2, device="cuda") if scales is None else scales[expert]
 
 
 def experts_in_fp64(a: Bound, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -199,12 +261,13 @@ def experts_in_fp64(a: Bound, rounded: Callable[[torch.Tensor], torch.Tensor]) -
     outputs = torch.zeros(*ids.shape, a["x"].shape[1], dtype=torch.float64, device="cuda")
     for expert in range(EXPERTS):
         row, choice = torch.nonzero(ids == expert, as_tuple=True)
-        sums = a["x"][row].double() @ expanded(a["w13"][expert], a["w13_scale"][expert]).T
+        sums = a["x"][row].double() @ values(a, "w13", expert).T
         gate, up = sums.chunk(2, dim=1)
-        gate, up = gate * a["w13_scale_2"][expert, 0], up * a["w13_scale_2"][expert, 1]
+        of_gate, of_up = global_scales(a, "w13", expert)
+        gate, up = gate * of_gate, up * of_up
         act = rounded(gate * torch.sigmoid(gate) * up)
-        sums = act @ expanded(a["w2"][expert], a["w2_scale"][expert]).T
-        outputs[row, choice] = rounded(sums * a["w2_scale_2"][expert])
+        sums = act @ values(a, "w2", expert).T
+        outputs[row, choice] = rounded(sums * global_scales(a, "w2", expert).flatten()[0])
     weights = torch.where(named, a["topk_weights"], 0.0).double()
     routed = rounded((outputs * weights[..., None]).sum(1))
     return routed if a["shared_output"] is None else rounded(routed + a["shared_output"].double())
@@ -216,10 +279,11 @@ def to_bf16(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("routing", ["random", "one takes all", "unequal", "skipped"])
 @pytest.mark.parametrize("rows", [9, 60, 300, 2048, 10_923, 65_536])
-def test_experts(rows: int, routing: str) -> None:
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_experts(rows: int, routing: str, checkpoint: str) -> None:
     """Q5, Q6: error to fp64 as that of fp64 arithmetic rounded to BF16 at the same points."""
-    arguments = expert_arguments(rows, routing)
-    (got,) = taken("nvfp4_routed_experts", arguments)
+    arguments = expert_arguments(rows, routing, checkpoint=checkpoint)
+    (got,) = taken(f"{checkpoint}_routed_experts", arguments)
     exact = experts_in_fp64(arguments, lambda values: values)
     plain = experts_in_fp64(arguments, to_bf16)
     assert relative_error(got, exact) <= ALLOWED * relative_error(plain, exact)
@@ -240,6 +304,17 @@ def test_experts_of_few_tokens_each(rows: int, routing: str, hidden: int, width:
     assert relative_error(got, exact) <= ALLOWED * relative_error(plain, exact)
 
 
+# At most as many rows of weights as the CTAs of a GPU have together (product_gather.cuh), and more.
+@pytest.mark.parametrize(("hidden", "width"), [(64, 64), (192, 320), (64, 8768)])
+@pytest.mark.parametrize("rows", [100, 3000])
+def test_bf16_experts_of_other_widths(rows: int, hidden: int, width: int) -> None:
+    arguments = expert_arguments(rows, "unequal", hidden, width, "bf16")
+    (got,) = taken("bf16_routed_experts", arguments)
+    exact = experts_in_fp64(arguments, lambda values: values)
+    plain = experts_in_fp64(arguments, to_bf16)
+    assert relative_error(got, exact) <= ALLOWED * relative_error(plain, exact)
+
+
 @pytest.mark.parametrize("rows", [60, 2048])
 def test_experts_without_a_shared_output(rows: int) -> None:
     arguments = {**expert_arguments(rows, "random"), "shared_output": None}
@@ -250,53 +325,105 @@ def test_experts_without_a_shared_output(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [30, 60, 300, 2048])
-def test_nan_rows_do_not_leak(rows: int) -> None:
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_nan_rows_do_not_leak(rows: int, checkpoint: str) -> None:
     """Q4: in x, in the shared output, and in the weights of skipped entries."""
-    arguments = expert_arguments(rows, "skipped")
-    (want,) = taken("nvfp4_routed_experts", arguments)
+    name = f"{checkpoint}_routed_experts"
+    arguments = expert_arguments(rows, "skipped", checkpoint=checkpoint)
+    (want,) = taken(name, arguments)
     broken = {name: arguments[name].clone() for name in ("x", "shared_output", "topk_weights")}
     broken["x"][1::2] = broken["shared_output"][1::2] = torch.nan
     ids = arguments["topk_ids"]
     broken["topk_weights"][(ids < 0) | (ids >= EXPERTS)] = torch.nan
-    (got,) = taken("nvfp4_routed_experts", {**arguments, **broken})
+    (got,) = taken(name, {**arguments, **broken})
     assert torch.equal(bits(got[::2]), bits(want[::2]))
 
 
 @pytest.mark.parametrize("rows", [30, 60, 300, 2048])
-def test_a_graph_takes_other_routing(rows: int) -> None:
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_graph_takes_other_routing(rows: int, checkpoint: str) -> None:
     """What the order of entries decides is decided on the device."""
-    arguments = expert_arguments(rows, "random")
-    other = expert_arguments(rows, "unequal")
+    name = f"{checkpoint}_routed_experts"
+    arguments = expert_arguments(rows, "random", checkpoint=checkpoint)
+    other = expert_arguments(rows, "unequal", checkpoint=checkpoint)
     held = arguments["topk_ids"].clone()
-    graph, (result,) = captured(
-        lambda: call("nvfp4_routed_experts", {**arguments, "topk_ids": held})
-    )
+    graph, (result,) = captured(lambda: call(name, {**arguments, "topk_ids": held}))
     for ids in (other["topk_ids"], arguments["topk_ids"]):
         held.copy_(ids)
         graph.replay()
-        (want,) = taken("nvfp4_routed_experts", {**arguments, "topk_ids": ids})
+        (want,) = taken(name, {**arguments, "topk_ids": ids})
         assert torch.equal(bits(result), bits(want))
 
 
-@pytest.mark.parametrize("rows", [9, 300])
-def test_the_two_steps_of_decode_at_more_rows(rows: int) -> None:
-    """nvfp4_moe_gate_up and nvfp4_moe_down against the general bodies."""
-    a = expert_arguments(rows, "skipped")
-    shared = [(*weight(2 * WIDTH, HIDDEN, seed=6),), (*weight(HIDDEN, WIDTH, seed=7),)]
-    one = torch.full((1,), 4e-3, device="cuda")
-    gate_up = REGISTRY["nvfp4_moe_gate_up"].bind(
-        (*(a[n] for n in ("x", "topk_ids", "w13", "w13_scale", "w13_scale_2")), *shared[0], one), {}
+@pytest.mark.parametrize("rows", [9, 300, 3000])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_the_two_steps_of_decode_at_more_rows(rows: int, checkpoint: str) -> None:
+    """moe_gate_up and moe_down against the general bodies."""
+    a = expert_arguments(rows, "skipped", checkpoint=checkpoint)
+    if checkpoint == "nvfp4":
+        one = torch.full((1,), 4e-3, device="cuda")
+        of_shared = [
+            (*weight(2 * WIDTH, HIDDEN, seed=6), one),
+            (*weight(HIDDEN, WIDTH, seed=7), one),
+        ]
+    else:
+        of_shared = [
+            (randn(2 * WIDTH, HIDDEN, seed=6) * HIDDEN**-0.5,),
+            (randn(HIDDEN, WIDTH, seed=7) * WIDTH**-0.5,),
+        ]
+    names = [n for n in a if n in ("x", "topk_ids") or n.startswith("w13")]
+    name = f"{checkpoint}_moe_gate_up"
+    gate_up = REGISTRY[name].bind(
+        (a["x"], a["topk_ids"], *(a[n] for n in names if n.startswith("w13")), *of_shared[0]), {}
     )
-    acts = taken("nvfp4_moe_gate_up", gate_up)
-    general = gpu_general.nvfp4_moe_gate_up(**gate_up)
+    acts = taken(name, gate_up)
+    general = getattr(gpu_general, name)(**gate_up)
     for got, want in zip(acts, general, strict=True):
         assert relative_error(got, want) < 2**-8  # both rounded
     skipped = (a["topk_ids"] < 0) | (a["topk_ids"] >= EXPERTS)
     assert not acts[0][skipped].any()
-    names = ("topk_weights", "topk_ids", "w2", "w2_scale", "w2_scale_2")
-    down = REGISTRY["nvfp4_moe_down"].bind((*acts, *(a[n] for n in names), *shared[1], one), {})
-    (got,) = taken("nvfp4_moe_down", down)
-    assert relative_error(got, gpu_general.nvfp4_moe_down(**down)) < 2**-8
+    name = f"{checkpoint}_moe_down"
+    names = ["topk_weights", "topk_ids", *(n for n in a if n.startswith("w2"))]
+    down = REGISTRY[name].bind((*acts, *(a[n] for n in names), *of_shared[1]), {})
+    (got,) = taken(name, down)
+    assert relative_error(got, getattr(gpu_general, name)(**down)) < 2**-8
+
+
+BRINGS_ROWS = """
+import sys
+sys.path[:0] = {paths!r}
+import torch
+import test_many_gpu as t
+from flint_kernels.backends import cuda, native_many as many
+assert cuda.why_not(torch.device("cuda")) is None
+for rows in (1800, 8192):
+    for routing in ("random", "one takes all", "unequal", "skipped"):
+        a = t.expert_arguments(rows, routing, 512, 640)
+        shape = t.EXPERTS, 512, 640
+        given = dict(x=a["x"], w13=a["w13"], scale=a["w13_scale"], scale_2=a["w13_scale_2"])
+        acts = []
+        for gathers in (False, *[True] * 5):
+            act = torch.zeros(a["topk_ids"].numel(), 640, dtype=t.BF16, device="cuda")
+            assert many.experts(
+                many.ORDER | many.GATHER_TOKENS | many.GATE_UP | many.ACT_BY_ENTRY,
+                a["topk_ids"], shape, bf16=False, enable_pdl=False, gathers=gathers, act=act,
+                **given,
+            )
+            acts.append(act)
+        assert all(torch.equal(t.bits(act), t.bits(acts[0])) for act in acts[1:]), (rows, routing)
+print("the same")
+"""
+
+
+def test_gate_up_that_brings_rows_together_itself() -> None:
+    """The same bits as with rows that another kernel has brought together. In a process of its own,
+    which ends if its CTAs wait for each other."""
+    tests = Path(__file__).parent
+    script = BRINGS_ROWS.format(paths=[str(tests), str(tests.parent)])
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert result.stdout.strip() == "the same", result.stderr[-3000:]
 
 
 # --------------------------------------------------------------------------------------- router

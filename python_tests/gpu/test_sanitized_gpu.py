@@ -34,7 +34,7 @@ from support import as_tuple
 from test_contract_gpu import calls
 
 from flint_kernels import ops
-from flint_kernels.backends import cpu, gpu_general, native
+from flint_kernels.backends import cpu, gpu_general, native, native_many
 from flint_kernels.ops import REGISTRY
 
 pytestmark = pytest.mark.gpu
@@ -46,11 +46,11 @@ SIZES = ("flint", "flint-tiny", "odd")
 ROWS = (1, 2, 4, FAST_ROWS, MOST_ROWS)
 WIDTHS = (33, 128, 512, 2048, 4096, 8192)
 CACHED_ROWS = (1, 5, 300)
-# Tokens at which each of the three tiles of the product is the quickest, on an H200.
-PRODUCT_TOKENS = (100, 1000, 2048)
-# By entries an expert, of each way to multiply experts: 4, 9, 23 and 45. The first two have a form
-# for each width.
-EXPERT_TOKENS = (5, 12, 30, 60)
+# Ways to cut a product: each tile, whole and in shares of columns.
+PRODUCT_PLANS = tuple((tile, shares) for tile in (64, 128, 256) for shares in (1, 3))
+# By entries an expert, of each way to multiply experts: 4, 9, 23, 45 and 150. The first two have a
+# form for each width; the last ones are ordered by three kernels.
+EXPERT_TOKENS = (5, 12, 30, 60, 200)
 EXPERT_SIZES = ((512, 256), (2048, 1024), (256, 512), (1024, 2048))
 # One request in few splits, eight in more than there are multiprocessors; a cluster's windows.
 LENGTHS = ([300], [2100] * 8, [0, 1, 130])
@@ -144,14 +144,20 @@ def test_a_projection_of_one_token_of_the_hidden_size() -> None:
     ops.nvfp4_linear(randn(1, 2048), *nvfp4(64, 2048, scales=(1,)).values())
 
 
-@pytest.mark.parametrize("tokens", PRODUCT_TOKENS)
-def test_projections_of_many_tokens(tokens: int) -> None:
-    columns, rows = 256, 2048
-    x = randn(tokens, columns)
+@pytest.mark.parametrize("plan", PRODUCT_PLANS, ids=str)
+def test_projections_of_many_tokens(plan: tuple[int, int]) -> None:
+    columns, rows = 768, 2048
+    x = randn(300, columns)
     for scales in ((2,), (1,)):
         weight = nvfp4(rows, columns, scales=scales).values()
-        ops.nvfp4_linear(x, *weight, [rows // scales[0]] * scales[0], enable_pdl=True)
-    ops.nvfp4_linear_silu_and_mul(x, *nvfp4(rows, columns, scales=(2,)).values())
+        shards = [rows // scales[0]] * scales[0]
+        ops.nvfp4_linear(x, *weight, shards, enable_pdl=True)
+        if ON_GPU:
+            native_many.linear(x, *weight, shards, native_many.ROUNDED, True, plan=plan)
+    weight = nvfp4(rows, columns, scales=(2,)).values()
+    ops.nvfp4_linear_silu_and_mul(x, *weight)
+    if ON_GPU:
+        native_many.linear(x, *weight, [rows // 2] * 2, native_many.SILU_AND_MUL, plan=plan)
 
 
 @pytest.mark.parametrize(("hidden", "width"), EXPERT_SIZES)
@@ -169,6 +175,10 @@ def test_experts_of_many_tokens(tokens: int, hidden: int, width: int) -> None:
     own13, own2 = nvfp4(2 * width, hidden, scales=(2,)), nvfp4(hidden, width)
     routed, shared = ops.nvfp4_moe_gate_up(x, ids, *w13, *own13.values())
     ops.nvfp4_moe_down(routed, shared, weights, ids, *w2, *own2.values())
+    w13, w2 = randn(experts, 2 * width, hidden), randn(experts, hidden, width)
+    ops.bf16_routed_experts(x, weights, ids, w13, w2, x)
+    routed, shared = ops.bf16_moe_gate_up(x, ids, w13, w13[0])
+    ops.bf16_moe_down(routed, shared, weights, ids, w2, w2[0])
 
 
 @pytest.mark.parametrize("experts", [7, 256, 1000])
@@ -239,7 +249,7 @@ def parts() -> Iterator[Callable[[], object]]:
     for rows in CACHED_ROWS:
         yield lambda rows=rows: [test_cache_writes(rows, dim, dtype) for dim, dtype in HEADS]
     yield test_a_projection_of_one_token_of_the_hidden_size
-    yield lambda: [test_projections_of_many_tokens(tokens) for tokens in PRODUCT_TOKENS]
+    yield lambda: [test_projections_of_many_tokens(plan) for plan in PRODUCT_PLANS]
     for hidden, width in EXPERT_SIZES:
         yield lambda hidden=hidden, width=width: [
             test_experts_of_many_tokens(tokens, hidden, width) for tokens in EXPERT_TOKENS

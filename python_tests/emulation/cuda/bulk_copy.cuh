@@ -9,6 +9,7 @@
 namespace flint::cuda {
 
 inline void order_before_copies() {}
+inline void order_with_copies() {}
 inline void prefetch_map(const CUtensorMap&) {}
 
 inline void copy_box(uint32_t to, const CUtensorMap& map, const int (&at)[5], Barrier& barrier) {

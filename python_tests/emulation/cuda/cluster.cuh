@@ -7,6 +7,8 @@ namespace flint::cuda {
 
 inline uint32_t cluster_rank() { return static_cast<uint32_t>(simt::current->cta->rank); }
 
+inline uint32_t cluster_size() { return static_cast<uint32_t>(simt::current->cta->cluster->size); }
+
 inline uint32_t shared_of(uint32_t rank, const void* here) {
   return simt::shared_handle(here, static_cast<int>(rank), simt::anchor);
 }

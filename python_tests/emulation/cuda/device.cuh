@@ -21,6 +21,10 @@ T load_activation(const T* from) {
   return *from;
 }
 template <typename T>
+T load_once(const T* from) {
+  return *from;
+}
+template <typename T>
 T load_weight(const T* from) {
   return *from;
 }

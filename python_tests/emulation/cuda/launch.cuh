@@ -30,4 +30,10 @@ cudaError_t launch_kernel(const Launch&, const Shape& shape, void (*kernel)(Para
   return cudaSuccess;
 }
 
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(const Launch& launch, dim3 grid, dim3 block,
+                          void (*kernel)(Parameters...), const Arguments&... arguments) {
+  return launch_kernel(launch, Shape{grid, block}, kernel, arguments...);
+}
+
 }  // namespace flint::cuda
