@@ -41,6 +41,8 @@ def counted(text: str) -> dict[str, float]:
 def stopped(command: list[str], seconds: float | None, **options: Any) -> tuple[int, str]:
     """The status and the output of pytest, which is interrupted after so long, and then says what
     has passed. It alone: its processes would each end in a traceback."""
+    # A shell's job in the background ignores it, and so would all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
         try:
             text, _ = process.communicate(timeout=seconds)
