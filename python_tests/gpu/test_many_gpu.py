@@ -421,7 +421,7 @@ def test_gate_up_that_brings_rows_together_itself() -> None:
     tests = Path(__file__).parent
     script = BRINGS_ROWS.format(paths=[str(tests), str(tests.parent)])
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert result.stdout.strip() == "the same", result.stderr[-3000:]
 
