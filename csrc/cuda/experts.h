@@ -63,11 +63,9 @@ struct MoeDown {
 bool moe_down_fits(const MoeDown& in);
 cudaError_t moe_down(const MoeDown& in, const Launch& launch);
 
-// Its ways for one token and for several, of NVFP4 weights of Flint's sizes.
+// Its way for one token with NVFP4 weights of Flint's sizes.
 bool moe_down_one_fits(const MoeDown& in);
 cudaError_t moe_down_one(const MoeDown& in, const Launch& launch);
-bool moe_down_several_fits(const MoeDown& in);
-cudaError_t moe_down_several(const MoeDown& in, const Launch& launch);
 
 // The routed experts of any number of tokens on a GPU of compute capability 9.0: gate and up in
 // fp32 after their scales, act = round(g * sigmoid(g) * u); y = round(scale * sum(act * w)); out =

@@ -309,7 +309,10 @@ cudaError_t launch_nvfp4(const Linear& in, const Launch& launch) {
   if constexpr (kOutput == LinearOutput::kLogits) {
     return launch_plan<Nvfp4, kOutput, Plan<384, 1, 4, 3>>(in, processors, launch);
   } else if constexpr (kOutput == LinearOutput::kSiluAndMul) {
-    return launch_plan<Nvfp4, kOutput, Plan<128, 4, 4, 2>>(in, 3 * processors, launch);
+    // Eight tokens' activations are staged once an SM.
+    return in.tokens > 1
+               ? launch_plan<Nvfp4, kOutput, Plan<384, 2, 2, 4>>(in, processors, launch)
+               : launch_plan<Nvfp4, kOutput, Plan<128, 4, 4, 2>>(in, 3 * processors, launch);
   } else {
     if (in.width <= 2048) {
       return launch_plan<Nvfp4, kOutput, Plan<128, 4, 4, 1>>(in, kAllCtas, launch);
@@ -356,8 +359,7 @@ bool linear_fits(const Linear& in) {
 cudaError_t linear(const Linear& in, const Launch& launch) {
   switch (in.output) {
     case LinearOutput::kSiluAndMul:
-      return linear_gate_several_fits(in) ? linear_gate_several(in, launch)
-                                          : launch_output<LinearOutput::kSiluAndMul>(in, launch);
+      return launch_output<LinearOutput::kSiluAndMul>(in, launch);
     case LinearOutput::kLogits:
       return launch_output<LinearOutput::kLogits>(in, launch);
     default:

@@ -48,11 +48,6 @@ bool linear_one_fits(const Linear& linear);
 
 cudaError_t linear_one(const Linear& linear, const Launch& launch);
 
-// Its way for two to eight tokens with NVFP4 weights of Flint's hidden size, for kSiluAndMul.
-bool linear_gate_several_fits(const Linear& linear);
-
-cudaError_t linear_gate_several(const Linear& linear, const Launch& launch);
-
 // The same for any number of tokens, with NVFP4 weights, on a GPU of compute capability 9.0; no
 // logits. How it is cut: tiles of at most 64, 128 or 256 tokens, and so many CTAs that share the
 // columns of one. A token's bits are the same among any others with the same number of shares.

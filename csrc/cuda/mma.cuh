@@ -25,23 +25,4 @@ __device__ __forceinline__ uint32_t multiply_bf16_pairs(uint32_t left, uint32_t 
   return product;
 }
 
-// The same with both halves of `left` times the one half of `right`.
-__device__ __forceinline__ uint32_t multiply_by_low_half(uint32_t left, uint32_t right) {
-  uint32_t product;
-  asm("{.reg .b16 l, h; .reg .b32 both; mov.b32 {l, h}, %2; mov.b32 both, {l, l}; "
-      "mul.rn.bf16x2 %0, %1, both;}"
-      : "=r"(product)
-      : "r"(left), "r"(right));
-  return product;
-}
-
-__device__ __forceinline__ uint32_t multiply_by_high_half(uint32_t left, uint32_t right) {
-  uint32_t product;
-  asm("{.reg .b16 l, h; .reg .b32 both; mov.b32 {l, h}, %2; mov.b32 both, {h, h}; "
-      "mul.rn.bf16x2 %0, %1, both;}"
-      : "=r"(product)
-      : "r"(left), "r"(right));
-  return product;
-}
-
 }  // namespace flint::cuda

@@ -34,13 +34,13 @@ __device__ __forceinline__ void stage_rows(uint8_t* to, int bytes, const void* f
 
 // Dynamic shared memory: the stages, the activations of all entries and of the shared expert, the
 // warps' sums of all pieces, the experts' outputs.
-template <typename Format, int kThreads, int kChunks, int kStages>
+template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole>
 __global__ void __launch_bounds__(kThreads, 1)
     moe_down_few(const __grid_constant__ Job job,
                  const __grid_constant__ typename Format::Matrix routed,
                  const __grid_constant__ typename Format::Matrix common) {
   constexpr int kWarps = kThreads / kWarp;
-  using Stream = TileStream<Format, 1, kChunks, kStages>;
+  using Stream = TileStream<Format, 1, kChunks, kStages, kWhole>;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ ExpertGroups groups;
   __shared__ float scales[kMostEntries], weights[kMostEntries];  // of an entry
@@ -63,9 +63,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Ahead of the wait: the kernel in front of this has passed its own, so ids and weights are
   // there.
   Stream stream(shared + warp * Stream::kBytes, 0);
-  if (thread < kMostEntries) {
-    groups.find(in.routing, thread, groups.load(in.routing, thread));
-  }
+  groups.find(in.routing, groups.load(in.routing));
   __syncthreads();
   const int pieces = job.shared_pieces + groups.count * job.expert_pieces;
   // Where piece `piece` of all lies.
@@ -164,10 +162,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                 rounded(uint16_t{}, sum) + at[in.routing.top_k * kTileRows * tokens]);
 }
 
-template <typename Format, int kThreads, int kChunks, int kStages>
+template <typename Format, int kThreads, int kChunks, int kStages, bool kWhole>
 cudaError_t launch_plan(const MoeDown& in, const Launch& launch) {
   constexpr int kWarps = kThreads / kWarp;
-  using Stream = TileStream<Format, 1, kChunks, kStages>;
+  using Stream = TileStream<Format, 1, kChunks, kStages, kWhole>;
   Job job{};
   job.in = in;
   job.shared_pieces = Stream::pieces(in.shared_size);
@@ -182,7 +180,7 @@ cudaError_t launch_plan(const MoeDown& in, const Launch& launch) {
       (size_t(entries) * job.expert_pieces + size_t(tokens) * job.shared_pieces) * row +
       size_t(job.shared_pieces + entries * job.expert_pieces) * tile +
       size_t(in.routing.top_k + 1) * tile;
-  return launch_kernel(launch, shape, moe_down_few<Format, kThreads, kChunks, kStages>, job,
+  return launch_kernel(launch, shape, moe_down_few<Format, kThreads, kChunks, kStages, kWhole>, job,
                        Format::matrix(in.routed.elements, in.routed.scales),
                        Format::matrix(in.shared.elements, in.shared.scales));
 }
@@ -210,12 +208,15 @@ bool moe_down_fits(const MoeDown& in) {
 
 cudaError_t moe_down(const MoeDown& in, const Launch& launch) {
   if (moe_down_one_fits(in)) return moe_down_one(in, launch);
-  if (moe_down_several_fits(in)) return moe_down_several(in, launch);
   if (in.routed.scales == nullptr) {
-    return in.routing.tokens == 1 ? launch_plan<Bf16, 512, 4, 1>(in, launch)
-                                  : launch_plan<Bf16, 256, 4, 1>(in, launch);
+    return in.routing.tokens == 1 ? launch_plan<Bf16, 512, 4, 1, false>(in, launch)
+                                  : launch_plan<Bf16, 256, 4, 1, false>(in, launch);
   }
-  return launch_plan<Nvfp4, 256, 1, 2>(in, launch);
+  // Whole tiles, and pieces of four chunks.
+  if (in.hidden % kTileRows != 0 || in.routed_size % 512 != 0 || in.shared_size % 512 != 0) {
+    return launch_plan<Nvfp4, 256, 1, 2, false>(in, launch);
+  }
+  return launch_plan<Nvfp4, 544, 4, 1, true>(in, launch);
 }
 
 }  // namespace flint::cuda

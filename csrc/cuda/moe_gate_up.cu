@@ -63,12 +63,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   wait_for_previous_kernel();
   // Now: this kernel's experts' weights are on their way long before the next one's.
   let_next_kernel_start();
-  const int id = groups.load(in.routing, thread);
+  const int id = groups.load(in.routing);
   for (int piece = 0; piece < job.pieces; ++piece) {
     stage_chunks<Format, kChunks>(staged, static_cast<const uint16_t*>(in.x), in.x_stride, tokens,
                                   in.hidden, stream.chunk_of(piece));
   }
-  if (thread < kMostEntries) groups.find(in.routing, thread, id);
+  groups.find(in.routing, id);
   __syncthreads();
   tiles += groups.count * job.tiles.expert_tiles;
 #pragma unroll 1

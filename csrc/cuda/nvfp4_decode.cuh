@@ -47,30 +47,6 @@ __device__ __forceinline__ ScalePairs decode_scales(uint16_t two) {
   return {pack_bf16(scales.x, scales.x), pack_bf16(scales.y, scales.y)};
 }
 
-// Four E4M3 scales times 2^118, two to a word.
-struct ScaleWords {
-  uint32_t word[2];
-
-  __device__ __forceinline__ explicit ScaleWords(uint32_t four) {
-    constexpr uint32_t kShifts = 0x7a807a80u;  // 2^118, twice
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 two = e4m3_to_floats(static_cast<uint16_t>(four >> 16 * i));
-      word[i] = multiply_bf16_pairs(pack_bf16(two.x, two.y), kShifts);
-    }
-  }
-
-  // Codes times scale `i`.
-  __device__ __forceinline__ CodePairs scaled(CodePairs codes, int i) const {
-#pragma unroll
-    for (uint32_t& pair : codes.pair) {
-      pair = i % 2 == 0 ? multiply_by_low_half(pair, word[i / 2])
-                        : multiply_by_high_half(pair, word[i / 2]);
-    }
-    return codes;
-  }
-};
-
 // The lowest byte's E4M3 scale as a pair of itself, times 2^118.
 __device__ __forceinline__ uint32_t decode_scale(uint32_t byte) {
   const float scale = e4m3_to_floats(static_cast<uint16_t>(byte)).x * kScaleShift;

@@ -34,26 +34,6 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& tensor,
       : "memory");
 }
 
-// The box of whole rows from `row` on of a matrix that RowsInMemory describes.
-__device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap& rows, int row,
-                                          uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%2, %3, %4}], [%5];" ::"r"(to),
-      "l"(&rows), "r"(0), "r"(row), "r"(0), "r"(barrier)
-      : "memory");
-}
-
-// Bytes that lie together; addresses and the number are multiples of 16.
-__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
-                                           uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-      "[%3];" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
 // The same to every CTA of `ranks` (a bit for each), at the same place of its shared memory; each
 // CTA's own barrier counts its bytes.
 __device__ __forceinline__ void copy_box_to(uint16_t ranks, uint32_t to, const CUtensorMap& matrix,

@@ -1,4 +1,4 @@
-// Accesses of shared memory by its own addresses, of 32 bits, as shared_address gives them.
+// Loads from shared memory by its own addresses, of 32 bits, as shared_address gives them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,10 +29,6 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
   return value;
-}
-
-__device__ __forceinline__ void store_shared(uint32_t to, float one, float two) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(one), "f"(two) : "memory");
 }
 
 }  // namespace flint::cuda

@@ -40,11 +40,4 @@ inline uint32_t multiply_bf16_pairs(uint32_t left, uint32_t right) {
   return product(0) | product(1) << 16;
 }
 
-inline uint32_t multiply_by_low_half(uint32_t left, uint32_t right) {
-  return multiply_bf16_pairs(left, (right & 0xffff) * 0x10001u);
-}
-inline uint32_t multiply_by_high_half(uint32_t left, uint32_t right) {
-  return multiply_bf16_pairs(left, (right >> 16) * 0x10001u);
-}
-
 }  // namespace flint::cuda

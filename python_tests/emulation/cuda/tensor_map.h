@@ -28,27 +28,4 @@ inline cudaError_t describe(const TensorInMemory& tensor, CUtensorMap* map) {
   return cudaSuccess;
 }
 
-struct RowsInMemory {
-  const void* bytes;
-  int64_t rows, columns;
-  int box_rows;
-};
-
-inline cudaError_t describe(const RowsInMemory& matrix, CUtensorMap* map) {
-  constexpr uint64_t kAcross = 128;
-  if (matrix.columns % kAcross != 0 || reinterpret_cast<uintptr_t>(matrix.bytes) % 16 != 0) {
-    simt::fail("a tensor map of another kind");
-  }
-  const auto columns = static_cast<uint64_t>(matrix.columns);
-  map->base = static_cast<const char*>(matrix.bytes);
-  map->sizes[0] = kAcross;
-  map->sizes[1] = static_cast<uint64_t>(matrix.rows);
-  map->sizes[2] = columns / kAcross;
-  map->steps[0] = 1;
-  map->steps[1] = columns;
-  map->steps[2] = kAcross;
-  map->box[1] = static_cast<uint32_t>(matrix.box_rows);
-  return cudaSuccess;
-}
-
 }  // namespace flint::cuda
