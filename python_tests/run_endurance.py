@@ -283,6 +283,7 @@ def endure(
         sampled = [request for lane in running for request in lane.finished]
         found += [f"part {part}, {problem}" for problem in slow.differing(sampled)]
         compared += len(sampled)
+        del sampled  # and the logits of each
         for lane in running:
             lane.finished.clear()
         now = memory(model.device)

@@ -398,12 +398,12 @@ from flint_kernels.backends import cuda, native_many as many
 assert cuda.why_not(torch.device("cuda")) is None
 for rows in (1800, 8192):
     for routing in ("random", "one takes all", "unequal", "skipped"):
-        a = t.expert_arguments(rows, routing, 512, 640)
-        shape = t.EXPERTS, 512, 640
+        a = t.expert_arguments(rows, routing, 512, 768)
+        shape = t.EXPERTS, 512, 768
         given = dict(x=a["x"], w13=a["w13"], scale=a["w13_scale"], scale_2=a["w13_scale_2"])
         acts = []
         for gathers in (False, *[True] * 5):
-            act = torch.zeros(a["topk_ids"].numel(), 640, dtype=t.BF16, device="cuda")
+            act = torch.zeros(a["topk_ids"].numel(), 768, dtype=t.BF16, device="cuda")
             assert many.experts(
                 many.ORDER | many.GATHER_TOKENS | many.GATE_UP | many.ACT_BY_ENTRY,
                 a["topk_ids"], shape, bf16=False, enable_pdl=False, gathers=gathers, act=act,
