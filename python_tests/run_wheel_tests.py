@@ -6,8 +6,8 @@
 The wheel goes into a folder of its own, beside copies of the tests, and nothing of the tree is on
 the path. Tests that need the tree are left out by the arguments of pytest after `--`.
 
---seconds is for a machine that is lent: pytest is stopped then and says what has passed, and the
-tests that were left count as a failure.
+After --seconds pytest is stopped and says what has passed; the tests that were left count as a
+failure.
 """
 
 from __future__ import annotations

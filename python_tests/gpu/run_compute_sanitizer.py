@@ -9,19 +9,17 @@ and reductions read what kernels here have written. cuBLAS reads padding that no
 tests read every input of a product by a kernel of torch's before (`_inputs_are_read`), so that what
 is not initialised in one is found there. So errors in cuBLAS are its own, and are counted apart.
 
-All tools run at once, and --workers shares the tests of each between as many processes. With
---seconds no test begins later, and how many were left is a row.
+All tools run at once, and --workers shares the tests of each between as many processes. A
+test that has not passed, for whatever reason, is an error.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -55,7 +53,6 @@ REPORT = ["--print-limit", "100000", "--show-backtrace", "no", "--target-process
 OURS = re.compile(r"flint::|^(" + "|".join(triton_kernels()) + r")\b")
 PRODUCT = re.compile(r"cublas|cutlass|gemm|gemv|nvjet|splitK", re.IGNORECASE)
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu"]
-UNTIL = "SANITIZER_UNTIL"  # the time at which a test is left; how test_sanitized_gpu.py is told
 
 
 def collected(rest: list[str]) -> list[str]:
@@ -74,7 +71,6 @@ class Report:
 
     errors: int = 0
     passed: int = 0
-    left: int = 0  # tests for which no time was left
     kernels: Counter[str] = field(default_factory=Counter)  # errors by kernel
     elsewhere: Counter[str] = field(default_factory=Counter)  # those of cuBLAS, by kernel
 
@@ -82,11 +78,11 @@ class Report:
         return Report(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
 
 
-def run(tool: str, tests: list[str], log: Path | None, until: float) -> Report:
+def run(tool: str, tests: list[str], log: Path | None) -> Report:
     """A report with at least one error where the tests did not pass; all that was said in `log`."""
     command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], *REPORT]
     # torch's own caching would hide where one tensor ends and the next begins.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", UNTIL: str(until)}
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(
         [*command, *PYTEST, "-v", *tests],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
@@ -95,7 +91,7 @@ def run(tool: str, tests: list[str], log: Path | None, until: float) -> Report:
     if log is not None:
         log.write_text(text, encoding="utf-8")
     report = counted(text)
-    if done.returncode or report.passed + report.left != len(tests):
+    if done.returncode or report.passed != len(tests):
         report.errors = max(report.errors, 1)
     if report.errors:
         sys.stdout.write(f"{tool}: {tests[0]} ...\n{text[-4000:]}\n")
@@ -111,11 +107,8 @@ def counted(text: str) -> Report:
     elsewhere = Counter(plain(place) for place in places if place in foreign)
     kernels = Counter(plain(place) for place in places if place not in foreign)
     errors = sum(map(int, summaries)) - elsewhere.total() if summaries else 1
-    passed, left = (
-        int(found[-1]) if (found := re.findall(rf"(\d+) {word}", text)) else 0
-        for word in ("passed", "skipped")
-    )
-    return Report(max(errors, 0), passed, left, kernels, elsewhere)
+    passed = re.findall(r"(\d+) passed", text)
+    return Report(max(errors, 0), int(passed[-1]) if passed else 0, kernels, elsewhere)
 
 
 def plain(kernel: str) -> str:
@@ -128,12 +121,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", required=True, help="the JSON file to be written")
     parser.add_argument("--tool", choices=TOOLS, action="append", help="default: all of them")
     parser.add_argument("--workers", type=int, default=1, help="processes of each tool")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no test begins later")
     parser.add_argument("--logs", type=Path, help="a folder for all that the tools say")
     parser.add_argument("--commit", help="of a tree that is no git checkout")
     parser.add_argument("rest", nargs="*", help="arguments of pytest")
     options = parser.parse_args(argv)
-    until = time.time() + options.seconds
     tests = collected(options.rest)
     # Neighbours are alike: every process gets some of each kind.
     workers = min(options.workers, len(tests))
@@ -148,9 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     rows, total = [], 0
     with ThreadPoolExecutor(workers * len(tools)) as pool:
         running = {
-            tool: [
-                pool.submit(run, tool, share, log(tool, i), until) for i, share in enumerate(shares)
-            ]
+            tool: [pool.submit(run, tool, share, log(tool, i)) for i, share in enumerate(shares)]
             for tool in tools
         }
         for tool, futures in running.items():
@@ -159,14 +148,13 @@ def main(argv: list[str] | None = None) -> int:
             counts = {
                 "errors": report.errors,
                 "tests": report.passed,
-                "tests left": report.left,
                 "errors in cuBLAS": report.elsewhere.total(),
             }
             kernels = {"errors": report.kernels, "errors in cuBLAS": report.elsewhere}
             for metric, value in counts.items():
                 more = {"kernels": dict(kernels[metric])} if metric in kernels else {}
                 rows.append(results.row("sanitizer", tool, metric, [float(value)], **more))
-            sys.stdout.write(f"{tool}: {counts}, {rows[-4]['kernels']}, {rows[-1]['kernels']}\n")
+            sys.stdout.write(f"{tool}: {counts}, {rows[-3]['kernels']}, {rows[-1]['kernels']}\n")
             sys.stdout.flush()
             results.write(options.output, rows, results.describe("cuda", options.commit))
     return 1 if total else 0
